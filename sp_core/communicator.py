@@ -133,8 +133,8 @@ class Communicator(NotCopied):
     ) -> Handle:
         """Start point-to-point messages; return a handle. Ranks without messages call this, too.
 
-        `longest` > 0 lets the messages go through shared memory, if there is any. It is the most
-        bytes of a message, the same on all ranks. Then each rank sends at most one message.
+        A message is (other rank, tensor). `longest` > 0 lets messages go through shared memory, if
+        there is any: the bytes of the longest one. Then each rank sends at most one message.
         """
         self.ensure_open()
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
@@ -156,7 +156,7 @@ class Communicator(NotCopied):
         wait(self.transport.in_order(lambda: None), self.poll, self.look)
 
     def track(self, handle: Handle) -> Handle:
-        """Test `handle` in `poll` until complete. Return it for any thread of this rank."""
+        """Let `poll` test `handle` until it is complete. Return one that any thread may use."""
         with self._progress.lock:
             self._pending.append(tracked := progress.Locked(resumed(handle), self._progress.lock))
             self._progress.add(self)
@@ -193,7 +193,7 @@ class Communicator(NotCopied):
         self._progress.poll()
 
     def look(self) -> None:
-        """Raise `PeerFailed`, in a long wait, GRACE_SECONDS after a rank told that it leaves."""
+        """Raise `PeerFailed`, in a long wait, if a rank told GRACE_SECONDS ago that it leaves."""
         if (rank := observer_of(self._comm).first_left()) is not None:
             self._heard = self._heard or time.monotonic()
             if time.monotonic() > self._heard + observer.GRACE_SECONDS:
@@ -233,12 +233,12 @@ class Communicator(NotCopied):
         *,
         always: bool = True,
     ) -> tuple[int, ...]:
-        """Run a check on every rank; check that all calls are equal. All raise the error of one.
+        """Check arguments on every rank, and that all calls are equal. An error is raised on all.
 
         Args:
             call: returns the text of operation and arguments that must be the same on every rank,
                 or raises an error about them.
-            check: raises an error, or returns an integer to send to all ranks; None is 0.
+            check: raises an error, or returns an integer to send to all ranks; None counts as 0.
             always: communicate even if the communicator was made with `check="off"`. Without
                 communication an error is raised on this rank only.
 
@@ -273,7 +273,7 @@ class Communicator(NotCopied):
             self.check = check
 
     def numbered(self) -> Callable[..., object]:
-        """Give a number to an object, such as a plan, which all ranks make in the same order.
+        """Give an object, such as a plan, a number. All ranks must make these in the same order.
 
         Return a function (name of a use, `check` of `agree_on`) to call before each use, such as
         "the backward of all_reduce". Unless check="off", it is an agreement on name and number.
@@ -286,7 +286,7 @@ class Communicator(NotCopied):
         return compare
 
     def ensure_open(self) -> None:
-        """Raise `RankError` if this communicator has been freed, or other ranks leave it."""
+        """Raise `RankError` if this communicator has been freed, or another rank has left it."""
         if self._freed:
             raise RankError(
                 f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its "

@@ -68,11 +68,13 @@ class Mesh(NotCopied):
             the file of `python -m sp_core doctor --measure` for this machine, "off" to leave the
             choice to the MPI library. Rank 0's constants hold for all. Default: the environment's
             SP_TUNING, else "auto". A mesh measures nothing.
-        axes: size of each axis; their product is the size of `comm`.
+        axes: the size of each axis, such as dp=2, ring=4; their product is the size of `comm`.
+            `mesh["ring"]` is the communicator of an axis, `mesh["dp", "ring"]` that of two.
 
     Communication:
-        One agreement on the arguments, and one broadcast of rank 0's constants, if any. For each
-        set of axes, one `MPI_Comm_split` and the communication that makes the transport.
+        Every rank of `comm` makes the mesh: one agreement on the arguments, and one broadcast of
+        rank 0's constants, if any. For each set of axes, one `MPI_Comm_split` and the communication
+        that makes the transport.
 
     Raises:
         ShapeError: no axis, or sizes whose product is not the size of `comm`.

@@ -72,7 +72,7 @@ class Sharding:
 
     @classmethod
     def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """Give rank r chunks `r` and `2*size-1-r` of `2*size` chunks.
+        """Give rank r chunk `r` and then chunk `2*size-1-r` of `2*size` chunks.
 
         All ranks then have nearly equal work in causal attention.
 
@@ -87,7 +87,7 @@ class Sharding:
 
     @classmethod
     def striped(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """Give rank r the tokens r, `r + size`, `r + 2*size` and so on.
+        """Give rank r every `size`-th token, from the one with index r.
 
         In every step of causal ring attention the ranks then have nearly equal work.
 

@@ -29,9 +29,10 @@ from sp_core.errors import DtypeError, RankError, ShapeError
 def shared_empty(
     shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Make a tensor in memory that all ranks of a communicator can read.
+    """Make a tensor of zeros in memory that all ranks of a communicator can read.
 
-    If the communicator has no shared memory (`comm.window` is None) it is an ordinary tensor.
+    Only this rank writes into it; other ranks read it with `peer`. If the communicator has no
+    shared memory (`comm.window` is None) it is an ordinary tensor.
 
     Args:
         shape: the shape of this rank's tensor; may differ between ranks.
@@ -39,9 +40,10 @@ def shared_empty(
         dtype: the tensor's dtype, one that `all_gather` takes, the same on every rank.
 
     Returns:
-        Zeros of that shape. Host memory is freed when no rank has a tensor in it any more. Unused
-        memory of a GPU is freed in the next call of this function, or when the communicator is
-        freed. GPU memory that is still in use then stays until the process ends.
+        Zeros of that shape, on the device of `comm`. Host memory is freed when no rank has a tensor
+        in it any more. Unused memory of a GPU is freed in the next call of this function, or when
+        the communicator is freed. GPU memory that is still in use then stays until the process
+        ends.
 
     Communication:
         One agreement on the call; with shared memory also three all-gathers of a few bytes, and on
@@ -79,7 +81,8 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
         The other rank's tensor, with its shape; read it between two calls of `fence`.
 
     Raises:
-        RankError, TypeError: x is not such a tensor, or there is no such rank; on this rank.
+        RankError: x is not such a tensor, there is no such rank, or there is no shared memory.
+        TypeError: x is not a tensor. Both on this rank.
     """
     arguments.check_communicator(comm)
     comm.ensure_open()

@@ -28,6 +28,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     query that saw no key on one side (lse = -inf, out = 0) takes the other side's result unchanged.
     Weights below the smallest normal number of the dtype may become 0.
 
+    Attention functions return out as (B, Sq, H, D) and lse as (B, H, Sq): transpose dims 1 and 2 of
+    out before the merge, and back afterwards. Pass `sinks` in the attention over one set only.
+
     Args:
         out_a: (..., Sq, D), of any floating dtype.
         lse_a: (..., Sq), float32 or wider.

@@ -2,11 +2,13 @@
 
 Every rank of `comm` calls the same functions in the same order. Before a function sends anything,
 it checks that the ranks agree on its arguments and on the shape, dtype and `requires_grad` of the
-tensor. An error on one rank is raised on all. With a mesh made with `check="off"` there is no such
-check, unless sizes must be found out. Without it, only the rank that finds an error raises it.
+tensor (one agreement: an all-reduce of 32 bytes). An error on one rank is raised on all. With a
+mesh made with `check="off"` there is no such check, unless sizes must be found out. Without it,
+only the rank that finds an error raises it, and the others may wait for that rank forever.
 
 The backward of a collective is a collective. The backward runs on a rank only if that rank's result
-is used, so use the result on all ranks or on none. A backward first checks that all ranks are about
+is used, so use the result in the loss on all ranks or on none. This holds for zeros, too, which
+`reduce` returns on most ranks. A backward first checks that all ranks are about
 to run the same backward, unless the mesh was made with `check="off"`. The collectives of one
 backward run in the reverse order of their calls. For a `_start` function, the call that starts the
 collective counts.
@@ -36,8 +38,8 @@ def all_gather(
         x: this rank's shard, any shape; shards may differ in length along `dim` only.
         comm: the communicator whose ranks all make this call.
         dim: the dimension of concatenation.
-        sizes: length of each rank's shard along `dim`, in rank order; None: the ranks tell each
-            other before the all-gather.
+        sizes: length of each rank's shard along `dim`, in rank order, the same on every rank. If
+            None, the ranks tell each other first.
         algorithm: "auto" for the one that the mesh was made with; or a name in
             `sp_core.schedules.ALGORITHMS["all_gather"]` (each collective has such an entry).
 
@@ -79,7 +81,8 @@ def reduce_scatter(
         sizes: length of each rank's part along `dim`, in rank order; None: even parts, the first
             ones longer by 1 if necessary.
         deterministic: add in rank order, so that the bits depend neither on the place in the tensor
-            nor on the MPI library.
+            nor on the MPI library. The algorithms "pairwise" and "window" can do so; "auto" then
+            takes one of them.
 
     Returns:
         A tensor like x, but of length `sizes[rank]` along `dim`. Differentiable.

@@ -175,7 +175,7 @@ def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
         x; its gradient is the sum of the gradients of all ranks.
 
     Communication:
-        None forward; one all-reduce of the gradient backward.
+        Forward only the check of the arguments; one all-reduce of the gradient backward.
 
     Raises:
         ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
@@ -189,6 +189,9 @@ def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
 
 def reduce_from_group(x: Tensor, *, comm: Communicator, algorithm: str = "auto") -> Tensor:
     """Sum partial results of the ranks into one value that all hold alike.
+
+    Use it where all ranks compute one loss from the sum. After `all_reduce`, each rank's loss would
+    count, and the gradient would be P times as large.
 
     Args:
         x: this rank's part of the sum, the same shape on every rank.
@@ -221,14 +224,15 @@ def gather_replicated(
 ) -> Tensor:
     """Put shards together into one value that all ranks hold alike.
 
-    The value counts once in the loss.
+    Use it where all ranks compute one loss from the result. If their gradients differ, the gradient
+    of the shards is wrong; this is not checked.
 
     Args:
         x, comm, dim, sizes, algorithm: as in `all_gather`.
 
     Returns:
-        The result of `all_gather`. Its gradient must be the same on all ranks. In backward each
-        rank takes its own slice of this gradient, and nothing is summed.
+        The result of `all_gather`. In backward each rank takes its own slice of the gradient, and
+        nothing is summed.
 
     Communication:
         One all-gather forward; none backward.

@@ -25,9 +25,9 @@ A smaller vector is faster with the algorithm that "auto" takes for other tensor
 
 
 class Plan:
-    """Hold a collective on one tensor, whose buffers and messages are made once. `plan` returns it.
+    """Hold a collective for one tensor; its buffers and messages are made once. `plan` returns it.
 
-    All ranks run their plans in the same order.
+    All ranks of the communicator must run their plans in the same order.
 
     Attributes:
         input: the tensor that every run reads.
@@ -88,7 +88,8 @@ class Plan:
         """Wait until the run that `start` began is complete. Return the result, as `run` does.
 
         Raises:
-            ValueError: `handle` is not that of the run under way; on this rank.
+            ValueError: `handle` is not that of the unfinished run; on this rank.
+            RankError: another rank has left (`PeerFailed`), or the communicator was freed.
         """
         if handle is None or handle is not self._under_way:
             raise ValueError(
@@ -143,7 +144,7 @@ def _resident(mapping: Map, prepared: Prepared) -> bool:
 
 
 def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan:
-    """Prepare a collective on one tensor, to be run many times.
+    """Prepare a collective for one tensor, to be run many times. Every rank of `comm` calls this.
 
     Args:
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast" or
@@ -152,12 +153,13 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
             is copied first in every run. If the mesh has a window (memory that the ranks share),
             other ranks read a tensor of `shared_empty` in place, too.
         comm: the communicator whose ranks run the plan.
-        arguments: the other arguments of the function called `op`. The algorithm "auto" takes the
-            window for a tensor of `shared_empty` with 16 KiB or more in all.
+        arguments: the other arguments of the function called `op`, also its own `op`, as in
+            `plan("all_reduce", x, comm=comm, op="max")`. The algorithm "auto" takes the window for
+            tensors of `shared_empty`, if the whole vector has 16 KiB or more.
 
     Returns:
         A `Plan`. If the mesh was made with `check="off"`, its runs do not check that the ranks
-        agree. In host memory a run makes no tensor, unless the mesh has
+        agree. In host memory a run allocates no tensor, unless the mesh has
         `transport="distributed"`.
 
     Communication:

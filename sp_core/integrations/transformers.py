@@ -68,11 +68,12 @@ Model = TypeVar("Model", bound=nn.Module)
 def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "zigzag") -> Model:
     """Split the sequences of a causal language model of transformers over the ranks of a mesh.
 
-    The model is changed in place. Afterwards every rank calls it as on one process, with the same
-    whole sequences: `input_ids` (B, S) and, if needed, `labels`, `position_ids` and an
-    `attention_mask`. It returns the logits of the rank's own tokens, (B, S/P, V), and the loss of
-    all tokens. `loss.backward()` leaves the gradients of this loss in `.grad` on every rank; the
-    gradients of several backwards add up.
+    The model is changed in place. Afterwards every rank calls it as on one process, with whole
+    sequences, the same on all ranks that share them: `input_ids` (B, S) and, if needed, `labels`,
+    `position_ids` and an `attention_mask`. It returns the logits of the rank's own tokens,
+    (B, S/P, V) in the order of the layout, and the mean loss over the tokens of all ranks.
+    `loss.backward()` leaves the gradients of this loss in `.grad` on every rank; the gradients of
+    several backwards add up.
 
     Positions, rotary angles, masks and labels are those of transformers on one process. Position
     ids that do not go up by one start a new document, which sees no other document; this holds for

@@ -174,9 +174,12 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, *, sharding: Sharding, mask: Mask = CAUSAL) -> Tensor:
         """Compute the logits of the next tokens, for this rank's part of the vocabulary.
 
+        Every rank of the mesh calls this. After backward call `reduce_gradients`.
+
         Args:
-            tokens: int64 (B, S/P), equal on all tensor ranks; replicas may have different shapes.
-            sharding: which sequence rank holds which tokens.
+            tokens: int64 (B, S/P), this rank's tokens in the order of `sharding`; equal on all T
+                tensor ranks. Replicas may have different shapes.
+            sharding: which of the P sequence ranks holds which tokens.
             mask: which query sees which key; rotary positions count from each document's beginning.
 
         Returns:

@@ -91,7 +91,7 @@ def train_step(
         max_norm: the norm of all gradients together is clipped to this; infinity for no clipping.
 
     Returns:
-        The loss and the norm of the gradients before the step.
+        The loss before the step, and the norm of all gradients together before clipping.
 
     Communication:
         As `backward`, then as `clip_gradient_norm`.
@@ -127,7 +127,7 @@ def backward(
     offload: bool = False,
     chunk: int | None = None,
 ) -> float:
-    """Set the gradient of each weight, on every rank, to that of the mean loss over all sequences.
+    """Set the gradient of each weight, on every rank, to that of the mean loss over all tokens.
 
     Every rank calls this. Gradients from before are discarded.
 
@@ -292,8 +292,8 @@ def save_training(
     Args:
         model: a model on any mesh without the axis "pp".
         folder: a path that does not exist yet, or an empty folder; another one for each checkpoint.
-        optimizer: an optimizer of the model's parameters. Its state may have numbers, lists, and
-            floating-point tensors of the shape of the parameter.
+        optimizer: an optimizer of the model's parameters. Its state may have numbers, lists,
+            tensors of one number, and floating-point tensors of the shape of the parameter.
         step: how many steps were done; `load_training` returns this number.
         scheduler: the scheduler of the learning rate, if there is one.
         generator: the `torch.Generator` that shuffles the data, if there is one, in the same state
@@ -360,8 +360,8 @@ def load_training(
         One agreement (32-byte all-reduce), after all ranks have read their parts.
 
     Raises:
-        CheckpointError: a folder in which a file is missing, cut short or no such file, or a folder
-            of a different model or training. Values of tensors are not checked.
+        CheckpointError: a folder in which a file is missing, cut short or of another format, or a
+            folder of a different model or training. Values of tensors are not checked.
         CollectiveMismatch: ranks that see different folders. Both on every rank.
     """
     check_model(model)

@@ -58,8 +58,9 @@ def prefill_unequal(
     Args:
         model: the model, on a mesh without the axes "dp" and "pp".
         sequences: for each sequence its tokens, at least one; equal on every rank.
-        plan: from `sp_core.scheduling`, for these lengths and the number of sequence ranks. It says
-            which sequences all sequence ranks share, and which rank computes the others.
+        plan: made by a function of `sp_core.scheduling`, such as `balanced`, for these lengths and
+            the number of sequence ranks. It says which sequences all sequence ranks share, and
+            which rank computes the others.
         pass_tokens: the most tokens of sequences that a rank packs into one row; a longer sequence
             has a row of its own.
 

@@ -35,8 +35,8 @@ def dropout(
     Args:
         x: (B, S, *, E), any floating dtype; S is the number of this rank's tokens.
         p: the probability that an element becomes zero, in [0, 1).
-        seed: 0 <= seed < 2^62, equal on all ranks. The caller must pass a different seed for each
-            layer and training step.
+        seed: 0 <= seed < 2^62, equal on all ranks that share the sequences. The caller must pass a
+            different seed for each layer, training step, micro-batch and replica.
         positions: the global positions of the S tokens.
         features: the E global indices of the last dim, if that dim is split over ranks; None for
             0 .. E - 1. Indices of the other dims count from 0 on every rank.

@@ -90,7 +90,7 @@ class Placement:
         )
 
     def join(self, parts: Tensor) -> Tensor:
-        """Return the whole parameter from all ranks' parts, concatenated along `dim` by rank."""
+        """Return the whole parameter. `parts` are all ranks' parts, concatenated in rank order."""
         return parts.new_empty(self.shape).index_copy_(
             self.dim, _indices(sum(self.held, ()), parts), parts
         )
@@ -119,7 +119,7 @@ Placed = list[tuple[nn.Parameter, Placement]]
 
 
 def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-    """Set `placement`, which says who holds which part, on a parameter. Return the parameter."""
+    """Record on a parameter which rank holds which part of it. Return the parameter."""
     vars(parameter)["placement"] = placement
     return parameter
 
@@ -213,8 +213,9 @@ def clip_gradient_norm(
     """Scale reduced gradients so that the 2-norm of all of them together is at most `max_norm`.
 
     Args:
-        parameters: as in `reduce_gradients`, which has to come first. Those without a gradient are
-            skipped.
+        parameters: all parameters to clip, in the same order on every rank. Call
+            `reduce_gradients` first, for those whose layers do not sum their gradients. Parameters
+            without a gradient are skipped.
         max_norm: greater than 0; with infinity nothing is scaled.
         tensor: the ranks along the tensor axis, which hold the parts of the same parameters.
         stages: the ranks along the pipeline axis, which hold different layers; None without one.
@@ -228,7 +229,7 @@ def clip_gradient_norm(
         over `stages`.
 
     Raises:
-        ValueError: max_norm is not above 0, or the norm is not finite.
+        ValueError: max_norm is not above 0, or the norm is not finite; no gradient is scaled then.
         ShapeError: a parameter has no `placement` (see `place`), or one for different ranks; or a
             gradient is sparse.
         DeviceError: a parameter is not on the device of `tensor`.

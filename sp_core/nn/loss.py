@@ -42,6 +42,8 @@ def next_token_labels(
 ) -> Tensor:
     """Return the label of each of this rank's tokens: the token at the next global position.
 
+    Every rank calls this.
+
     Args:
         tokens: int64 (B, S/P), this rank's tokens in the order of the sharding.
         comm: the ranks that share the sequence.
@@ -52,11 +54,10 @@ def next_token_labels(
         int64 (B, S/P), `IGNORED` where no rank holds the next position or a document ends.
 
     Communication:
-        One agreement (32-byte all-reduce). Then one `shift` for each distance, in ranks, from the
-        rank that holds a position to the rank that holds the next one. Distance 0 needs none. There
-        are at most two if the sharding is contiguous, zigzag or striped. Only labels that another
-        rank holds are sent, 8 bytes each: for each row of the batch one label per range of the
-        sharding, or all tokens if it is striped.
+        One agreement (32-byte all-reduce). Then at most two `shift` if the sharding is contiguous,
+        zigzag or striped; otherwise one for each distance, in ranks, between the owners of a
+        position and of the next one. A rank sends only the labels that another rank needs, 8 bytes
+        each: for each row of the batch one label per range of the sharding, all if it is striped.
 
     Raises:
         ShapeError, DtypeError: the tokens are not int64 or do not fit the sharding; on every rank.
@@ -123,23 +124,24 @@ def next_token_loss(
     """Compute the mean cross-entropy over the valid tokens of all ranks.
 
     The vocabulary is split over the ranks of `tensor`, and no rank gathers the logits. Every rank
-    returns the same loss. Call backward on every rank, then `reduce_gradients`. It
-    sums over the ranks, and gives the gradients of this loss, counted once.
+    returns the same loss. Call backward on every rank, then `reduce_gradients`, which sums the
+    ranks' parts. The sums are the gradients of this loss: do not divide them by the ranks' number.
 
     Do not scale this loss with `torch.amp.GradScaler` on several tensor ranks. Each rank's scaler
     sees infinities of its own parts only, so scales and weights drift apart. Use bfloat16.
 
     Args:
-        x: logits (..., V/T), this rank's part of the vocabulary, for its tokens. With `head` hidden
-            states (..., E), equal on the ranks of `tensor`. Each rank then gets only a summand of
-            their gradient. If an `all_gather` or `copy_to_group` over `tensor` has made x, its
-            backward sums these.
-        labels: int64 (...), indices in the whole vocabulary, or `IGNORED`.
+        x: logits (..., V/T) of this rank's part of the vocabulary; the parts are consecutive, in
+            rank order, and may differ in size. With `head` hidden states (..., E), equal on the
+            ranks of `tensor`. Make these by `all_gather` or `copy_to_group` over `tensor`: each
+            rank gets only a summand of their gradient, and the backward of these functions sums.
+        labels: int64 (...), indices in the whole vocabulary, or `IGNORED`; equal on the ranks of
+            `tensor`.
         tensor: the T ranks that split the vocabulary and have the same tokens.
         data: the ranks that have different tokens.
         count: the divisor of the sum over tokens, equal on every rank, at least 1; None for the
-            number of valid labels of all ranks. With the number of valid labels of all
-            micro-batches, the losses of the micro-batches add up to the mean.
+            number of valid labels of all ranks. For several micro-batches pass the number of valid
+            labels in all of them on all ranks: their losses then add up to the mean.
         head: (V/T, E), the weight that makes this rank's logits x @ head.T; None for logits.
         chunk: with `head`, the number of tokens whose logits exist at a time, at least 1; None for
             all. Backward computes the logits of each chunk again if there are several.
@@ -157,8 +159,8 @@ def next_token_loss(
         ShapeError, DtypeError: tensors that do not fit.
         ValueError: a label outside the vocabulary, no valid label on any rank, or
             `count` or `chunk` below 1.
-        CollectiveMismatch: the tokens differ between ranks of `tensor`, or the dtypes, count, chunk
-            or requires_grad between any ranks.
+        CollectiveMismatch: the labels or the number of tokens differ between ranks of `tensor`, or
+            the dtypes, count, chunk or requires_grad between any ranks.
 
     All of these errors are raised on every rank of both groups.
     """

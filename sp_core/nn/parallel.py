@@ -291,11 +291,13 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Gather x (B, S/P, E) in rank order. Return this rank's features (B, S, sizes[rank]).
 
-        Without `sharding` x is (..., E), all tokens, and the result (..., sizes[rank]).
+        Every rank calls this. The tokens are in the order of an all-gather, which
+        `Sharding.restore` sorts. Without a sharding x is (..., E), all tokens, equal on every rank,
+        and the result (..., sizes[rank]).
 
         Communication:
-            One agreement (32-byte all-reduce), then the messages of `gather_linears`. Without
-            `sharding` one all-reduce of the gradient of x in the backward instead.
+            One agreement (32-byte all-reduce), then the messages of `gather_linears`. Without a
+            sharding one all-reduce of the gradient of x in the backward instead.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
         # under autocast the product has a different dtype
@@ -307,21 +309,22 @@ class RowParallelLinear(_ParallelLinear):
 
     `forward` sums over the ranks. Each rank gets its own tokens, or all without a sharding.
 
-    Weight `(out_features, sizes[rank])`; every rank holds the bias `(out_features,)` and its
-    gradient over all tokens. The attribute sizes has the number of input features of each rank.
-    `from_linear` makes such layers.
+    Weight `(out_features, sizes[rank])`; every rank holds the bias `(out_features,)`, and gets its
+    gradient over all tokens in backward. The attribute sizes has the number of input features of
+    each rank. `from_linear` makes such layers.
     """
 
     split_dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map all tokens x (B, S, sizes[rank]), in rank order, to this rank's tokens (B, S/P, E).
+        """Map x (B, S, sizes[rank]), all tokens in rank order, to this rank's (B, S/P, E).
 
-        Without `sharding` x is (..., sizes[rank]), and the result (..., E), all tokens.
+        E is `out_features`. Every rank calls this. Without a sharding x is (..., sizes[rank]), and
+        the result (..., E), all tokens.
 
         Communication:
             One agreement (32-byte all-reduce), then the messages of `linear_scatter`; in the
-            backward also an all-reduce of the bias gradient. Without `sharding` one all-reduce of
+            backward also an all-reduce of the bias gradient. Without a sharding one all-reduce of
             the result replaces these messages.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))

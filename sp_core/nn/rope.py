@@ -84,8 +84,9 @@ class Rope:
         """Rotate queries or keys by the angles of their tokens' global positions.
 
         Args:
-            x: (B, S, H, head_dim), any floating dtype; S is the number of this rank's tokens.
-            positions: a range, integers or a tensor: the global positions of the S tokens.
+            x: (B, S, H, head_dim), any floating dtype, with S tokens, usually those of this rank.
+            positions: the global positions of the S tokens in the order of x: a range, integers or
+                a tensor.
 
         Returns:
             (B, S, H, head_dim) in x's dtype, computed in float64 for float64 and in float32

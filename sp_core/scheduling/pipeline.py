@@ -96,7 +96,7 @@ def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
 
 
 def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
-    """Return the order 1F1B of each stage, in which forwards and backwards alternate.
+    """Return the 1F1B order of each stage, in which forwards and backwards alternate.
 
     A stage begins with some forwards and ends with the backwards that are left. Stage s of p stages
     holds the activations of at most p - s micro-batches at a time.
@@ -110,7 +110,7 @@ def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
         ShapeError: no stage, or no micro-batch.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters,
-    arXiv:2104.04473, figure 4 above.
+    arXiv:2104.04473, figure 4, top.
     """
     _check(stages, batches)
     orders = []
@@ -246,9 +246,10 @@ def split_stages(
         last: further cost of the last stage, such as that of the output layer.
 
     Returns:
-        For each stage the range of its layers. Several splits can be equally good. For given
-        layers of the last stage, the earlier stages are split with the least possible greatest
-        cost. Among these splits the first stage has the fewest layers, then the second, and so on.
+        For each stage the range of its layers. Equal arguments give the same split on every rank.
+        Several splits can be equally good. For given layers of the last stage, the earlier stages
+        are split with the least possible greatest cost. Among these splits the first stage has the
+        fewest layers, then the second, and so on.
 
     Raises:
         TypeError: an argument of a wrong type.

@@ -185,16 +185,15 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
     """Plan with even loads: all ranks share the longest sequences, each other one goes to one rank.
 
     Sequences that are not shared are assigned longest first, each to the rank with the least load.
-    The greatest load is at most (1 + tolerance) times the mean. A few short sequences can miss this
-    bound, because their shares are uneven. Then the greatest load is at most that of sharing every
-    sequence. No sequence is shared if the bound holds without sharing. Otherwise bisection finds
-    how many are shared.
+    The greatest load is at most (1 + tolerance) times the mean, or, with few short sequences whose
+    shares are uneven, at most that of sharing every sequence. No sequence is shared if the first
+    bound holds without sharing. Otherwise bisection finds how many are shared.
 
     Args:
         lengths: number of tokens of each sequence.
         size: number of ranks.
         work: the cost of a sequence.
-        tolerance: share by which the greatest load may exceed the mean; above 0. With a smaller
+        tolerance: fraction by which the greatest load may exceed the mean; above 0. With a smaller
             one, ranks share more sequences, which costs communication.
 
     Returns:
@@ -229,7 +228,7 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
 
 
 def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
-    """Plan that all ranks share the sequences that `balanced` shares, and take the others later.
+    """Plan that all ranks share the sequences that `balanced` shares; the others wait.
 
     The others are `Plan.waiting`, longest first: a rank that has nothing to do takes the next one.
     Arguments and errors are those of `balanced`.
@@ -243,9 +242,9 @@ def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TO
 
 
 def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Plan that each rank computes consecutive sequences, as many as the other ranks.
+    """Give each rank equally many consecutive sequences.
 
-    Lengths are ignored. The first ranks get an additional sequence if the number does not divide.
+    Lengths and `work` have no effect. The first ranks get one more if the number does not divide.
 
     Raises:
         ShapeError: a negative length, or size below 1.

@@ -49,15 +49,20 @@ def hybrid_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over the tokens of all ranks of two mesh axes.
 
+    The Ulysses axis has U ranks, the ring axis R. S/(R*U) stands for this rank's own number of
+    tokens, in the order of the sharding.
+
     Args:
         q: `(B, S/(R*U), H, D)`, this rank's queries; float64, float32, bfloat16 or float16.
         k: `(B, S/(R*U), K, D)`, this rank's keys; H is a multiple of K.
         v: `(B, S/(R*U), K, D)`, this rank's values.
-        mesh: a mesh with both axes. All ranks of `mesh[axes]` call this function together.
+        mesh: a mesh with both axes. All ranks of `mesh[axes]` call this function together, and all
+            of them use its results in their losses, or none does.
         sharding: which rank of `mesh[axes]` holds which queries; shards may be uneven or empty.
         comm: `mesh[axes]`, or None for the same. This argument exists for layers that pass every
             scheme a communicator: give them `functools.partial(hybrid_attention, mesh=mesh)`.
-        axes: the names of the two axes. The rank numbers of `sharding` rise first along the last.
+        axes: the names of the two axes. The ranks of `sharding` are those of `mesh[axes]`: the axis
+            named last varies fastest.
         ulysses: the name of the axis whose ranks exchange heads. The other axis is the ring.
         kv_sharding: which rank holds which keys and values; `sharding` if not given.
         mask: which keys a query sees; all keys if not given.

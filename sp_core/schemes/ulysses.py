@@ -52,8 +52,10 @@ def ulysses_attention(
         q: (B, S/P, H, D), this rank's queries; float64, float32, bfloat16 or float16.
         k: (B, S/P, K, D), this rank's keys; H is a multiple of K.
         v: (B, S/P, K, D), this rank's values.
-        comm: the ranks that hold the sequence. All of them call this function together.
-        sharding: which rank holds which queries; shards may be uneven or empty.
+        comm: the ranks that hold the sequence. All of them call this function together, and all
+            of them use its results in their losses, or none does.
+        sharding: which rank holds which queries. Shards may be uneven or empty: S/P stands for
+            this rank's own number of tokens, in the order of `sharding.positions(comm.rank)`.
         kv_sharding: which rank holds which keys and values; `sharding` if not given.
         mask: which keys a query sees; all keys if not given.
         softmax_scale: factor of the scores q k^T; 1/sqrt(D) if not given.

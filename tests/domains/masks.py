@@ -75,9 +75,8 @@ def given_to(drawn: Values) -> Values:
         for name, ends in zip(names, pair, strict=True)
     ]
     window = drawn["window"]
-    as_numpy = (
-        drawn["documents.container"] == "whole numbers of numpy" and (window or 2**31) < 2**31
-    )
+    is_short = window is not None and window < 2**31
+    as_numpy = is_short and drawn["documents.container"] == "whole numbers of numpy"
     return {"causal": drawn["causal"], "window": np.int32(window) if as_numpy else window} | dict(
         zip(names, shown, strict=True)
     )
