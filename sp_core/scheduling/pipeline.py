@@ -246,7 +246,7 @@ def split_stages(
         last: further cost of the last stage, such as that of the output layer.
 
     Returns:
-        For each stage the range of its layers. Equal arguments give the same split on every rank.
+        For each stage the range of its layers. Equal arguments give the same split.
         Several splits can be equally good. For given layers of the last stage, the earlier stages
         are split with the least possible greatest cost. Among these splits the first stage has the
         fewest layers, then the second, and so on.

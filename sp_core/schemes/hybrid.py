@@ -49,7 +49,7 @@ def hybrid_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over the tokens of all ranks of two mesh axes.
 
-    The Ulysses axis has U ranks, the ring axis R. S/(R*U) stands for this rank's own number of
+    The Ulysses axis has U ranks, the ring axis R. `S/(R*U)` stands for this rank's own number of
     tokens, in the order of the sharding.
 
     Args:
