@@ -208,16 +208,16 @@ def check(kind: str | None = None, /, **given: Any) -> None:
 
 
 def check_positive(**given: int | None) -> None:
-    """Check whole numbers of at least 1, or None where `check` takes None for the name.
+    """Check whole numbers from 1 to 2**62, or None where `check` takes None for the name.
 
     Raises:
         TypeError: as in `check`.
-        ValueError: a number below 1.
+        ValueError: a number below 1, or too large for computations in int64.
     """
     check(**given)
     for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} was given; pass a whole number, 1 or more.")
+        if value is not None and not 1 <= value <= 1 << 62:
+            raise ValueError(f"{name}={value} was given; pass a whole number from 1 to 2**62.")
 
 
 def check_type(name: str, value: Any, kind: type, remedy: str) -> None:

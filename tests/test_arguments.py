@@ -141,9 +141,14 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
     ),
     (lambda: arguments.check(dim="x" * 78), TypeError(f"dim={'x' * 78!r} was given; pass")),
     (lambda: arguments.check_positive(chunk=None, count=1), None),
+    (lambda: arguments.check_positive(chunk=2**62), None),
+    (
+        lambda: arguments.check_positive(chunk=2**62 + 1),
+        ValueError(f"chunk={2**62 + 1} was given; pass a whole number from 1 to 2**62."),
+    ),
     (
         lambda: arguments.check_positive(count=1, chunk=0),
-        ValueError("chunk=0 was given; pass a whole number, 1 or more."),
+        ValueError("chunk=0 was given; pass a whole number from 1 to 2**62."),
     ),
     (
         lambda: arguments.check_positive(chunk=HALF),

@@ -279,7 +279,7 @@ def abort_at_exit(code: int) -> None:
     its ranks itself.
 
     Args:
-        code: the exit code of this process, and then of the aborted ranks.
+        code: the exit code of this process, with which MPI aborts the ranks.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     is_session = (Path(os.environ.get(RUN_DIR, ".")) / STARTED).exists()

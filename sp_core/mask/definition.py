@@ -48,8 +48,8 @@ class Mask:
     Raises:
         TypeError: causal is not a bool, window or a boundary is not an integer.
         ValueError: window is below 1.
-        ShapeError: boundaries that do not start at 0, decrease, or number differently for queries
-            and keys.
+        ShapeError: boundaries that do not start at 0, decrease, are above 2**62, or number
+            differently for queries and keys.
     """
 
     causal: bool = False
@@ -168,7 +168,7 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
         items = [*positions]
         if not all(map(_is_position, items)):
             raise TypeError(
-                f"positions are {items!s:.80}, needed integers below 2**63; pass global token "
+                f"positions are {items!s:.80}, needed integers below 2**62; pass global token "
                 f"positions"
             )
         tensor = torch.tensor([*map(index, items)], dtype=torch.int64, device=device or "cpu")
@@ -181,9 +181,9 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 
 
 def _is_position(value: Any) -> bool:
-    """Return whether a value is an integer of 64 bits and no bool."""
+    """Return whether a value is an integer below FAR64, also without its sign, and no bool."""
     is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
-    return is_whole and -(1 << 63) <= index(value) < 1 << 63
+    return is_whole and abs(index(value)) < FAR64
 
 
 def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
@@ -243,9 +243,9 @@ def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, 
             f"{name} is {values!r}, needed integers: the boundaries 0 = b0 <= ... <= bn = seq_len"
         )
     bounds = tuple(b.__index__() for b in items)
-    if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+    if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise((*bounds, FAR64))):
         raise ShapeError(
             f"{name} is {bounds!s:.80}, needed boundaries 0 = b0 <= b1 <= ... <= bn = seq_len "
-            f"(cu_seqlens)"
+            f"(cu_seqlens), at most 2**62"
         )
     return bounds

@@ -64,7 +64,9 @@ COMMON: dict[str, Parts] = {
     "(called)": values("layer", "constructor"),
 }
 LOWER: dict[str, Parts] = {"(autocast)": values("off", "on", "weights of two dtypes")}
-CHUNK: dict[str, Parts] = {"chunk": values(None) | spans((1, 1), (2, 9), (1000, 2000))}
+CHUNK: dict[str, Parts] = {
+    "chunk": values(None) | spans((1, 1), (2, 9), (1000, 2000), (2**60, 2**62))
+}
 WIDTHS = spans((3, 16), (1, 2), (17, 64), (65, 130))
 
 

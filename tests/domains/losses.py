@@ -264,7 +264,7 @@ LOSS: dict[str, Parts] = {
     "labels.ignored": values(0.3, 0.0, 1.0),
     "count": {"of these labels": lambda c, v: None} | spans((1, 1), (50, 10**6)),
     "head": values("none", "given"),
-    "chunk": spans((1024, 1024), (1, 1), (2, 5)) | values(None),
+    "chunk": spans((1024, 1024), (1, 1), (2, 5), (2**60, 2**62)) | values(None),
     "(upstream)": values(1.0, 0.5),
 }
 SUBJECTS = [

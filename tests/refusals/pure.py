@@ -79,7 +79,7 @@ ROWS: list[Row] = [
             (r"positions=\[1, 2\] was given; pass a list with the positions", [1, 2]),
             ("positions are .True., needed integers below", [[True], [False]]),
             (r"positions are .0\.0, 1\.0., needed integers below", [[0.0, 1.0], [2.0]]),
-            ("positions are .9223372036854775808., needed integers below", [[1 << 63]]),
+            ("positions are .4611686018427387904., needed integers below", [[1 << 62]]),
         )
     ),
     *(
@@ -110,7 +110,8 @@ ROWS: list[Row] = [
             partial(sp.Sharding.zigzag, 4, 0),
             partial(sp.Sharding.striped, 4, 2, -1),
             partial(sp.Sharding.zigzag, 4, 2, 2**62 - 3),
-            partial(sp.Sharding.from_positions, [[3, 2**62], [4]]),
+            partial(sp.Sharding.from_positions, [range(3, 2**62 + 1, 2**62 - 3), [4]]),
+            partial(sp.Mask, documents=(0, 2**62 + 1)),
             partial(sp.Sharding.from_positions, []),
             partial(sp.Sharding.from_positions, [[0, 1], [1]]),
             partial(balanced_by, 0),
