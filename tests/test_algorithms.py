@@ -76,6 +76,7 @@ def test_an_algorithm_equals_the_definition(
             )
             assert new or case.op == "copy_to_group" or not result.numel()
             assert len(group.scratch._free) >= 3  # scratch blocks were given back for the next call
+    assert not group.scratch._free  # their memory does not wait for the program to drop `group`
 
 
 def test_scratch_lends_the_smallest_block_that_fits_and_keeps_the_largest() -> None:

@@ -16,6 +16,7 @@ from domains.numeric import attended
 from domains.subjects import BY_NAME
 from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from sp_core.attention import (
@@ -105,6 +106,13 @@ def test_the_comparison_fails_on_another_problem(
     judge(call)
     with pytest.raises(AssertionError, match="times the bound"):
         call.judge(call.function(**call.arguments | change))
+
+
+def test_tensors_without_a_tangent_are_taken_at_a_level_of_forward_mode() -> None:
+    q, k, v = torch.randn(3, 1, 5, 2, 8)
+    with forward_ad.dual_level():
+        out = local_attention(q, k, v)
+    assert torch.equal(out, local_attention(q, k, v))
 
 
 def test_equal_softcaps_of_any_type_make_equal_logits() -> None:
