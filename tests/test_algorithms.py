@@ -222,8 +222,13 @@ def test_greatest_and_least_with_nan(comm: Any, dtype: str, algorithm: str, seed
             use_window(mesh["sp"])
         for name, op in product((algorithm, "mpi"), ("max", "min")):
             found = sp.all_reduce(every[comm.rank], comm=mesh["sp"], op=op, algorithm=name)
+            made = sp.plan(
+                "all_reduce", x := torch.zeros(9, dtype=every.dtype), comm=mesh["sp"], op=op
+            )
+            x.copy_(every[comm.rank])
             wanted = getattr(every, f"a{op}")(0)
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+            for result in (found, made.run()):
+                torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("op", "algorithm"), [*CALLS, *IN_PLACE])

@@ -136,6 +136,10 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
         ),
     ),
     (
+        lambda: arguments.check(folder="a\ud800"),
+        TypeError("folder='a\\ud800' was given; pass a name or a Path in UTF-8"),
+    ),
+    (
         lambda: arguments.check(folder=Path("a\udcff")),
         TypeError("folder=PosixPath('a\\udcff') was given; pass a name or a Path in UTF-8"),
     ),

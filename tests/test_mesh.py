@@ -148,6 +148,29 @@ def test_a_transport_of_the_environment_that_is_none_is_refused(
 
 
 @spmd(2)
+def test_ranks_with_different_checks_are_told_so(comm: Any) -> None:
+    with pytest.raises(sp.CollectiveMismatch, match="check="):
+        sp.Mesh(comm, check="agree" if comm.rank else "off", sp=2)
+
+
+@spmd(2)
+def test_checks_are_made_again_after_an_error_in_a_block_without_them(comm: Any) -> None:
+    with sp.Mesh(comm, sp=2) as mesh:
+        with pytest.raises(KeyError), mesh["sp"].agreed():
+            raise KeyError
+        with pytest.raises(sp.CollectiveMismatch, match="shape"):
+            sp.all_reduce(torch.ones(1 + comm.rank), comm=mesh["sp"])
+
+
+@spmd(6)
+def test_lengths_are_those_of_ranks_in_another_order_of_axes(comm: Any) -> None:
+    with sp.Mesh(comm, a=2, b=3) as mesh:
+        group = mesh["b", "a"]
+        found = sp.all_gather(torch.full((group.rank,), group.rank), comm=group)
+    assert found.tolist() == [rank for rank in range(6) for _ in range(rank)]
+
+
+@spmd(2)
 def test_numbers_of_numpy_are_those_of_python(comm: Any) -> None:
     two: Any = np.int64(2) if comm.rank else 2
     with sp.Mesh(comm, sp=two) as mesh:

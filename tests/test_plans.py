@@ -152,6 +152,44 @@ def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
         ]
         usual, *others = [made.run().clone() for made in plans]
         assert all(torch.equal(usual, other) for other in others)
+        room = sp.shared_empty((2 * count,), comm=group)
+        for start, algorithm in ((count, plans[0].algorithm), (comm.rank, "mpi")):
+            part = room[start : start + count].copy_(values)  # at one place or at several
+            made = sp.plan(op, part, comm=group)
+            assert made.algorithm == algorithm
+            assert torch.equal(made.run(), usual)
+
+
+@pytest.mark.parametrize("algorithm", ["mpi", "ring"])
+@spmd(2)
+def test_a_run_and_a_started_run_are_told_apart(comm: Any, algorithm: str) -> None:
+    with sp.Mesh(comm, sp=2) as mesh:
+        made = sp.plan("all_reduce", torch.ones(2), comm=mesh["sp"], algorithm=algorithm)
+        with pytest.raises(sp.CollectiveMismatch, match="started run"):
+            made.start() if comm.rank else made.run()
+
+
+@spmd(3)
+def test_long_sums_of_half_types_are_made_in_rank_order(comm: Any) -> None:
+    x = torch.ones(1 << 16, dtype=torch.bfloat16)
+    with sp.Mesh(comm, sp=3) as mesh:
+        assert sp.all_reduce(x, comm=mesh["sp"], deterministic=True).eq(3).all()
+
+
+@spmd(2)
+def test_a_tensor_that_learns_is_summed_in_place_without_gradients(comm: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(3) + comm.rank)
+    with sp.Mesh(comm, sp=2) as mesh, torch.no_grad():
+        assert sp.all_reduce(weight, comm=mesh["sp"], op="max").tolist() == [2.0] * 3
+        assert sp.all_reduce_(weight, comm=mesh["sp"]).tolist() == [3.0] * 3
+
+
+@spmd(2)
+def test_an_exchange_takes_negative_dims(comm: Any) -> None:
+    x = torch.arange(24.0).view(2, 3, 4) + comm.rank
+    with sp.Mesh(comm, sp=2) as mesh:
+        found = sp.all_to_all(x, comm=mesh["sp"], split_dim=-1, concat_dim=-3)
+        assert torch.equal(found, sp.all_to_all(x, comm=mesh["sp"], split_dim=2, concat_dim=0))
 
 
 @pytest.mark.parametrize("transport", ["host", "window"])
@@ -217,7 +255,7 @@ def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default(comm: 
     """The scratch shows which one ran: two pieces for the ring, P - 1 pieces for pairwise."""
     with sp.Mesh(comm, algorithm={"reduce_scatter": "pairwise"}, sp=comm.size) as mesh:
         x = torch.ones(3, requires_grad=True)
-        for algorithm, pieces in (("ring", 2), ("bruck", 3)):
+        for algorithm, pieces in (("ring", 2), ("bruck", 3), ("ring", 3)):  # the most of any call
             sp.all_gather(x, comm=mesh["sp"], algorithm=algorithm).sum().backward()
             assert mesh["sp"].counters["reduce_scatter"].scratch == pieces * x.nbytes
 

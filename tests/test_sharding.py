@@ -105,6 +105,24 @@ def test_zigzag_is_what_causal_work_needs() -> None:
     assert Sharding.balanced(4096, 4, Mask()) == Sharding.balanced(4096, 4, Mask(), chunk=512)
 
 
+def test_a_restored_tensor_is_new_and_may_learn_after_one_of_inference_mode() -> None:
+    x, made = torch.arange(6.0), Sharding.zigzag(6, 2)
+    shards = [made.shard(x, rank, 0) for rank in range(2)]
+    with torch.inference_mode():
+        made.unshard(shards, 0)
+    whole = made.unshard([shard.requires_grad_() for shard in shards], 0)
+    whole.sum().backward()
+    assert [shard.grad.tolist() for shard in shards if shard.grad is not None] == [[1.0] * 3] * 2
+    assert Sharding.contiguous(6, 1).unshard([x], 0).add_(1).tolist() == (x + 1).tolist()
+    assert x.tolist() == [*range(6)]
+
+
+def test_work_of_a_million_tokens_is_even() -> None:
+    made, length = Sharding.balanced(1 << 20, 4, Mask(causal=True)), 1 << 20
+    work = [int((made.positions(rank) + 1).sum()) for rank in range(4)]
+    assert max(work) * 4 <= 1.02 * length * (length + 1) / 2
+
+
 def test_fingerprints_tell_shardings_apart() -> None:
     different = [layout(24, 3) for layout in DRAWN.values()] + [
         Sharding.contiguous(25, 3),

@@ -371,6 +371,18 @@ def test_the_doctor_says_what_auto_decides_by(
         assert [part in text for part in texts] == [True] * len(texts)
 
 
+def test_variables_name_the_folder_of_the_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for named, folder in (("", tmp_path / "sp_core"), (str(tmp_path / "own"), tmp_path / "own")):
+        monkeypatch.setenv("SP_TUNING_DIR", named)
+        monkeypatch.setenv("SP_TUNING", "")
+        save(replace(PLAIN, fingerprint={"host": "x"}), default_path({"host": "x"}))
+        assert [path.parent for path in folder.glob("*.json")] == [folder]
+        assert find(lambda: {"host": "x"}) is not None
+
+
 def test_an_error_names_the_variable_that_chose_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ COMMON: dict[str, Parts] = {
         "all": lambda c, v: (True, True, True),
         "q": lambda c, v: (True, False, False),
         "k": lambda c, v: (False, True, False),
+        "v": lambda c, v: (False, False, True),
         "k and v": lambda c, v: (False, True, True),
         "none": lambda c, v: (False, False, False),
     },

@@ -27,10 +27,11 @@ def comm_of(mesh: sp.Mesh) -> sp.Communicator:
 def attention(mesh: sp.Mesh, scheme: Any = sp.allgather_kv_attention, **changes: Any) -> Any:
     """Call a scheme with arguments that are valid but for `changes`."""
     ranks, comm = mesh.size, comm_of(mesh)
-    given = {"heads": 2 * K, "kv_heads": K, "seq": S, **changes}
+    given = {"batch": 2, "heads": 2 * K, "kv_heads": K, "seq": S, "learns": False, **changes}
     tokens = sp.Sharding.contiguous(given.pop("seq"), ranks).local_len(comm.rank)
-    shapes = [(2, tokens, given.pop(name), D) for name in ("heads", "kv_heads")]
-    q, k, v = (torch.ones(shapes[place]) for place in (0, 1, 1))
+    batch, learns = given.pop("batch"), given.pop("learns")
+    shapes = [(batch, tokens, given.pop(name), D) for name in ("heads", "kv_heads")]
+    q, k, v = (torch.ones(shapes[place], requires_grad=learns) for place in (0, 1, 1))
     where = {"mesh": mesh} if scheme is sp.hybrid_attention else {"comm": comm}
     return scheme(q, k, v, **where | {"sharding": sp.Sharding.contiguous(S, ranks)} | given)
 
@@ -46,6 +47,16 @@ def hybrid(**changes: Any) -> Any:
 
 def call(name: str, x: Any, **named: Any) -> Any:
     return lambda mesh, here: getattr(sp, name)(x, comm=comm_of(mesh), **named)
+
+
+def graded(wrong: Wrong) -> Wrong:
+    """Return a call that is made without gradients on the last rank."""
+
+    def made(mesh: sp.Mesh, here: bool) -> object:
+        with torch.set_grad_enabled(not here):
+            return wrong(mesh, here)
+
+    return made
 
 
 def either(name: str, other: str, *shape: int) -> Any:
@@ -195,6 +206,11 @@ EVERYWHERE: Table = {
             "share memory",
             call("all_reduce_", torch.ones(4).unfold(0, 2, 1)),
         ),
+        "overlapping planes in place": (
+            sp.ShapeError,
+            "share memory",
+            call("all_reduce_", torch.ones(7).as_strided((2, 2, 2), (3, 2, 1))),
+        ),
         "no such plan": (
             ValueError,
             "a plan of 'all_swap' was asked for; there are",
@@ -286,6 +302,26 @@ ON_ONE_RANK: Table = {
             TypeError,
             "softcup",
             lambda mesh, here: attention(mesh, **({"softcup": 1.0} if here else {})),
+        ),
+        "sequences in a batch": (
+            sp.CollectiveMismatch,
+            "rank",
+            lambda mesh, here: attention(mesh, batch=2 + here),
+        ),
+        **{
+            f"gradients of {name}": (sp.CollectiveMismatch, "grad", graded(made))
+            for name, made in (
+                ("a collective", call("all_reduce", torch.ones(2, requires_grad=True))),
+                ("a scheme", scheme(sp.ring_attention, learns=True)),
+            )
+        },
+        "a tensor that does not learn": (
+            sp.CollectiveMismatch,
+            "copy_all_to_group",
+            lambda mesh, here: sp.copy_all_to_group(
+                [torch.ones(2, requires_grad=learns) for learns in (True, not here)],
+                comm=comm_of(mesh),
+            ),
         ),
         "heads of q": (
             sp.CollectiveMismatch,

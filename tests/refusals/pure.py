@@ -114,6 +114,7 @@ ROWS: list[Row] = [
             partial(sp.Mask, documents=(0, 2**62 + 1)),
             partial(sp.Sharding.from_positions, []),
             partial(sp.Sharding.from_positions, [[0, 1], [1]]),
+            partial(sp.Sharding.from_positions, [[0, 0, 1], [2]]),
             partial(balanced_by, 0),
             partial(sp.Sharding.from_positions, [[-1, 3]]),
             partial(TWO.shard, torch.zeros(5), 0, 0),
@@ -122,7 +123,9 @@ ROWS: list[Row] = [
             partial(TWO.unshard, [torch.zeros(1), torch.zeros(3)], 0),
             partial(from_iterators, [0, 1], [1]),
             partial(from_iterators, [-3], [0]),
-            partial(TWO.group, [[0], [0, 1]]),
+            *(partial(TWO.group, groups) for groups in ([[0], [0, 1]], [[0]], [[0], [1], [2]])),
+            partial(DOCUMENTS.allowed, [0, 8, 3], range(8)),
+            partial(sp.merge, *(ONES[0, 0], ONES[0, 0, 0, :1]) * 2),
         )
     ),
     *(
@@ -243,6 +246,7 @@ ROWS: list[Row] = [
         (error, text, partial(attention, (1, 3, 1, 2), sinks=sinks))
         for error, text, sinks in (
             (sp.ShapeError, "needed a dense tensor", torch.ones(2)),
+            (sp.ShapeError, "needed a dense tensor", torch.ones(1, 1)),
             (sp.ShapeError, "needed a dense tensor", torch.ones(1).to_sparse()),
             (sp.DtypeError, "needed floating", torch.ones(1, dtype=torch.int64)),
             (sp.DeviceError, "needed cpu", torch.ones(1, device="meta")),
@@ -269,7 +273,11 @@ ROWS: list[Row] = [
             (r"pass a finite number, at most 3\.4e38", {"softmax_scale": 1e39}),
         )
     ),
-    (sp.ShapeError, "needed 3", partial(attention, (1, 3, 1, 2), q_positions=range(4))),
+    *(
+        (sp.ShapeError, "needed 3", partial(attention, (1, 3, 1, 2), **{name: range(length)}))
+        for name in ("q_positions", "kv_positions")
+        for length in (2, 4)
+    ),
     *(
         (
             TypeError,

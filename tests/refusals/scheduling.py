@@ -63,6 +63,11 @@ ROWS: list[Row] = [
         )
         for took in (-1, math.nan, math.inf, None)
     ),
+    (
+        TypeError,
+        r"seconds\(1, Slot\(direction='B', batch=0\)\)=nan was given",
+        partial(timeline, gpipe(2, 1), lambda _, slot: math.nan if slot.direction == "B" else 1.0),
+    ),
     *(
         (TypeError, f"{name}=.* was given; pass a whole number", partial(call, *numbers))
         for call in (gpipe, one_forward_one_backward, prefill_only, bubble_share)
