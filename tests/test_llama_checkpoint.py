@@ -342,6 +342,8 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
         for limit, files in ((size, 1), (size - 1, 2)):
             save(model, folder / f"{limit}", max_file_bytes=limit)
             assert len([*(folder / f"{limit}").glob("*.safetensors")]) == files
+        told = json.loads((folder / f"{size - 1}" / INDEX).read_text())
+        assert told["metadata"]["total_size"] == size
         assert contents(folder / "empty") == before
         assert (folder / "file").read_text() == "notes"
 

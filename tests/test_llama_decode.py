@@ -102,12 +102,14 @@ def test_a_decoder_computes_products_in_the_dtype_of_autocast(
             torch.testing.assert_close(lower, exact, rtol=0, atol=0.05 * float(exact.abs().max()))
 
 
+@pytest.mark.parametrize("both", [False, True])
 @spmd(2)
-def test_autocast_on_one_rank_is_refused(comm: Any) -> None:
+def test_another_autocast_on_one_rank_is_refused(comm: Any, both: bool) -> None:
     with sp.Mesh(comm, tp=2) as mesh:
         decoder = Decoder(Case((6, 2), dtype="float32").model(mesh), [4])
         with (
-            torch.autocast("cpu", torch.bfloat16, enabled=comm.rank == 1),
+            torch.autocast("cpu", torch.bfloat16, enabled=comm.rank == 1 or both),
+            torch.autocast("cpu", torch.float16) if comm.rank == 1 and both else nullcontext(),
             pytest.raises(sp.CollectiveMismatch, match="autocast"),
         ):
             decoder.prefill([[1, 2]])

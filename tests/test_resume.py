@@ -336,6 +336,7 @@ OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], object]]] = {
         "step=-1 was given; pass at least 0",
         lambda x: setattr(x, "step", -1),
     ),
+    "another rate": (sp.CollectiveMismatch, "groups #", with_rate(0.3)),
     "another random state": (
         sp.CollectiveMismatch,
         "random #",

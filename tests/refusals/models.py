@@ -163,6 +163,17 @@ ON_ONE_RANK: Table = {
             "2 micro-batches",
             micro_batches(lambda good: [good] * 2, everywhere=False),
         ),
+        **{
+            f"other {name}": (
+                sp.CollectiveMismatch,
+                "loss_and_gradients",
+                micro_batches(change, everywhere=False),
+            )
+            for name, change in (
+                ("labels", lambda good: [replace(good, labels=good.labels.flip(1))]),
+                ("masks", lambda good: [replace(good, mask=sp.Mask(causal=True, window=2))]),
+            )
+        },
         "no valid label": (
             ValueError,
             "no label of any micro-batch is valid",
@@ -277,6 +288,16 @@ ON_ONE_RANK: Table = {
                 ("-1 tokens", ValueError, "count=-1 was given", lambda x, y: (x, y, None, -1)),
             )
         },
+        "other labels on a tensor rank": (
+            sp.CollectiveMismatch,
+            "labels",
+            lambda mesh, here: next_token_loss(
+                torch.ones(1, 3, 4 // mesh["ulysses"].size),
+                torch.full((1, 3), int(here)),
+                tensor=mesh["ulysses"],
+                data=mesh["ring"],
+            ),
+        ),
         "no valid label": (
             ValueError,
             "none of the labels",
