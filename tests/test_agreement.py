@@ -95,6 +95,13 @@ def test_of_many_calls_five_are_told_and_of_many_ranks_some() -> None:
         assert {*run_threads(len(told), body)} == {"\n".join([DISAGREE, *lines, *end])}
 
 
+def test_long_calls_are_shown_from_where_any_two_differ() -> None:
+    """The first two calls differ late, the third one early."""
+    calls = ["a" * 590 + "x" * 10, "a" * 590 + "y" * 10, "a" * 100 + "z" * 500]
+    told = str(run_threads(3, lambda comm: str(refused(comm, calls[comm.rank])))[0])
+    assert "aaz" in told
+
+
 LEFT = "rank {} has left because of an error; read the error that it printed. Nothing was sent."
 LEAVING: list[tuple[list[tuple[str, str]], str]] = [
     (

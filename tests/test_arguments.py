@@ -144,6 +144,7 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
         TypeError("folder=PosixPath('a\\udcff') was given; pass a name or a Path in UTF-8"),
     ),
     (lambda: arguments.check(dim="x" * 78), TypeError(f"dim={'x' * 78!r} was given; pass")),
+    (lambda: arguments.check(softmax_scale=torch.finfo(torch.float32).max), None),
     (lambda: arguments.check_positive(chunk=None, count=1), None),
     (lambda: arguments.check_positive(chunk=2**62), None),
     (

@@ -115,6 +115,54 @@ def test_tensors_without_a_tangent_are_taken_at_a_level_of_forward_mode() -> Non
     assert torch.equal(out, local_attention(q, k, v))
 
 
+@pytest.mark.parametrize(
+    "terms", [{"alibi": torch.rand(8)}, {"softcap": 5.0}], ids=["alibi", "softcap"]
+)
+def test_a_block_of_several_strips_is_the_definition(terms: Any) -> None:
+    """The plain kernel cuts blocks of more than 2**20 scores, masked ones and biased ones alike."""
+    q, k, v, do = torch.randn(4, 1, 512, 8, 16, dtype=torch.float64)
+    causal = "softcap" in terms
+    x = [each.requires_grad_() for each in (q, k, v)]
+    out = local_attention(*x, **terms, mask=Mask(True, 450) if causal else None)
+    found = (out, *torch.autograd.grad(out, x, do))
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / 4
+    apart = torch.arange(512)[:, None] - torch.arange(512)
+    if causal:
+        scores = (5 * (scores / 5).tanh()).masked_fill((apart < 0) | (apart >= 450), -torch.inf)
+    else:
+        scores = scores - terms["alibi"].double().view(8, 1, 1) * apart.abs()
+    out = (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+    wanted = (out, *torch.autograd.grad(out, x, do))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_alibi_depends_on_distances_alone_however_far_the_positions() -> None:
+    q, k, v = torch.randn(3, 1, 6, 2, 8)
+    near, far = (
+        local_attention(q, k, v, alibi=(0.5, 0.25), q_positions=at, kv_positions=at)
+        for at in (range(6), range(2**40 + 1, 2**40 + 7))
+    )
+    assert torch.equal(near, far)
+
+
+def test_a_head_without_a_sink_has_a_gradient_where_nothing_is_seen() -> None:
+    sinks = torch.tensor([-torch.inf, 1.0], requires_grad=True)
+    q, k, v = torch.randn(3, 1, 3, 2, 8)
+    out = local_attention(q, k, v, sinks=sinks, mask=Mask(True), kv_positions=[1, 2, 3])
+    (grad,) = torch.autograd.grad(out.sum(), sinks)
+    assert grad.isfinite().all()
+    assert grad[0] == 0
+
+
+def test_a_backward_inside_autocast_is_that_outside() -> None:
+    found, x = list[Tensor](), [each.requires_grad_() for each in torch.randn(3, 1, 6, 2, 8)]
+    for inside in (False, True):
+        out = local_attention(*x, softcap=5.0).sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            found += torch.autograd.grad(out, x)
+    assert all(map(torch.equal, found[:3], found[3:]))
+
+
 def test_equal_softcaps_of_any_type_make_equal_logits() -> None:
     """Ranks agree on logits by their text."""
     caps: Any = (5.0, 5, np.float32(5), Fraction(5))

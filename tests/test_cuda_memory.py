@@ -91,6 +91,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return made
 
 
+def test_a_copy_into_a_window_begins_after_what_was_queued_before() -> None:
+    memory = MagicMock(**{"launch.return_value.test.return_value": True})
+    shared._copy(memory, into := torch.ones(1), part := torch.ones(1))
+    assert memory.mock_calls[:2] == [call.begin(), call.copying(into, part)]
+
+
 def test_copies_wait_on_streams_of_their_own_for_what_was_queued_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from refusals.calls import hybrid
 
 import sp_core as sp
 from sp_core import progress
-from sp_core.mesh import read_nodes
+from sp_core.mesh import fingerprint, read_nodes
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport, named_device
 from sp_core.transport.distributed import DistributedTransport
@@ -145,6 +146,20 @@ def test_a_transport_of_the_environment_that_is_none_is_refused(
     monkeypatch.setenv("SP_TRANSPORT", "magic")
     with pytest.raises(sp.DeviceError, match="magic"):
         sp.Mesh(comm, sp=1)
+
+
+@spmd(4)
+def test_an_attribute_that_is_not_there_makes_no_communicator(comm: Any) -> None:
+    with sp.Mesh(comm, a=2, b=2) as mesh:
+        if comm.rank == 0:  # the others would have to take part
+            assert not hasattr(mesh["b", "a"], "nothing")
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_machine_is_told_apart_by_its_mpi(loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi = SimpleNamespace(get_vendor=lambda: ("Good MPI", (1, 2, 3)))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi if loaded else None)
+    assert fingerprint()["mpi"] == ("Good MPI 1.2.3" if loaded else "none ")
 
 
 @spmd(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -305,6 +306,15 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(
     assert main(["doctor"]) == 1
     system.open.assert_called_once_with(system.devnull, system.O_WRONLY)
     system.dup2.assert_called_once_with(77, 5)
+
+
+def test_a_full_disk_under_a_named_file_is_no_error_of_the_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = OSError(errno.ENOSPC, "full", "a file")
+    monkeypatch.setattr("sp_core.doctor.main", Mock(side_effect=full))
+    with pytest.raises(OSError, match="a file"):
+        main(["doctor"])
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,16 @@ def test_a_block_travels_to_the_last_rank_that_sees_it(
     check(*case)
 
 
+def test_blocks_of_hundreds_of_ranks_travel_as_far_as_they_are_seen() -> None:
+    made = Sharding.contiguous(600, 600)
+    assert hops(made, made, Mask(causal=True)) == (*range(599, -1, -1),)
+
+
+def test_positions_that_are_far_apart_see_each_other() -> None:
+    check(*2 * [Sharding.from_positions([[0, 1], [2**40], [2**61]])], Mask(causal=True))
+    check(*2 * [Sharding.from_positions([[0, 1], [2**40], [2**61]])], Mask(window=2**50))
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
     """Stripes have code of their own. Documents are short, over three turns long, or both."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -151,6 +152,13 @@ def test_a_prediction_without_times_is_that_of_the_slowest_rank(
             found = predict(SLOW, op, name, nodes, 4 * count)
             assert found == modelled(SLOW, op, name, nodes, 4 * count)
             assert found == pytest.approx(slowest), (op, name)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(8, range(8)), (9, (0, 1, 8)), (12, (0, 1, 11))])
+def test_of_more_than_eight_ranks_three_are_looked_at(size: int, ranks: Sequence[int]) -> None:
+    for op, names in SCHEDULED.items():
+        for name in names:
+            assert [*model._programs(op, name, (0,) * size, 1 << 12)] == [*ranks], (op, name)
 
 
 def test_a_hierarchy_wins_where_the_network_is_slow() -> None:

@@ -99,6 +99,9 @@ def judge_created(given: Values, model: Llama) -> None:
     line = torch.cat([x.flatten() for x in drawn.values()])
     assert abs(float(line.std()) / 0.02 - 1) < 5 / math.sqrt(2 * len(line))
     assert len(line.unique()) == len(line), "a number was drawn twice"
+    seed = given["seed"] + 1
+    other = once((*key, seed), lambda: run_threads(1, partial(alone, given["config"], seed))[0])
+    assert not any(torch.equal(x, other[name]) for name, x in drawn.items()), "not of the seed"
 
 
 def alone(config: LlamaConfig, seed: int, comm: Any) -> dict[str, Tensor]:

@@ -62,6 +62,7 @@ def compare(name: str, shards: Shards, results: Results, group: Communicator) ->
     """
     if "dsinks" in results:
         results = {**results, "dsinks": all_reduce(results["dsinks"].double(), comm=group)}
+    assert results.get("lse", torch.zeros(())).dtype in (torch.float32, torch.float64), name
     for what, (expected, allowed) in shards.expected().items():
         if what in results:
             record_ratio(

@@ -259,6 +259,7 @@ ROWS: list[Row] = [
             (torch.int64, torch.ones(1, 3, 2, 4).long()),
         )
     ),
+    (sp.DtypeError, "needed", partial(sp.local_attention, ONES, ONES, ONES.double())),
     (
         sp.ShapeError,
         "needed seq_len = 3",
