@@ -10,7 +10,7 @@ from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock, call
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ from sp_core.transport.cuda_aware import (
     refuse_host_only,
 )
 from sp_core.transport.distributed import DistributedTransport
-from sp_core.transport.host import TAG
+from sp_core.transport.host import TAG, MpiCounter
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 from sp_core.transport.window import Window
 
@@ -345,3 +345,18 @@ def test_a_wait_spins_for_20_us_yields_up_to_200_us_and_then_sleeps(
     wait(handle, poll)
     assert did == ["yields", "yields", 5e-5]
     assert poll.call_count == 5
+
+
+def test_a_counter_of_mpi_is_zero_before_any_rank_takes_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    m, memory, seen = MagicMock(), bytearray(b"\xff" * 8), list[bytes]()
+    m.Win.Allocate.return_value.tomemory.return_value = memory
+    m.comm.Barrier.side_effect = lambda: seen.append(bytes(memory))
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=m))
+    MpiCounter(m.comm)
+    assert seen == [bytes(8)]
+    assert m.mock_calls[-2:] == [
+        call.comm.Barrier(),
+        call.Win.Allocate().Lock_all(m.MODE_NOCHECK),
+    ]
