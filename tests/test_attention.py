@@ -34,6 +34,8 @@ from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.testing.tolerance import bound, check_close
 
+attention_of: Any = local_attention
+"""The function without its types: whether it returns one tensor or two depends on `return_lse`."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -111,8 +113,8 @@ def test_the_comparison_fails_on_another_problem(
 def test_tensors_without_a_tangent_are_taken_at_a_level_of_forward_mode() -> None:
     q, k, v = torch.randn(3, 1, 5, 2, 8)
     with forward_ad.dual_level():
-        out = local_attention(q, k, v)
-    assert torch.equal(out, local_attention(q, k, v))
+        out = attention_of(q, k, v)
+    assert torch.equal(out, attention_of(q, k, v))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_a_block_of_several_strips_is_the_definition(terms: Any) -> None:
     q, k, v, do = torch.randn(4, 1, 512, 8, 16, dtype=torch.float64)
     causal = "softcap" in terms
     x = [each.requires_grad_() for each in (q, k, v)]
-    out = local_attention(*x, **terms, mask=Mask(True, 450) if causal else None)
+    out = attention_of(*x, **terms, mask=Mask(True, 450) if causal else None)
     found = (out, *torch.autograd.grad(out, x, do))
     scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / 4
     apart = torch.arange(512)[:, None] - torch.arange(512)
@@ -139,7 +141,7 @@ def test_a_block_of_several_strips_is_the_definition(terms: Any) -> None:
 def test_alibi_depends_on_distances_alone_however_far_the_positions() -> None:
     q, k, v = torch.randn(3, 1, 6, 2, 8)
     near, far = (
-        local_attention(q, k, v, alibi=(0.5, 0.25), q_positions=at, kv_positions=at)
+        attention_of(q, k, v, alibi=(0.5, 0.25), q_positions=at, kv_positions=at)
         for at in (range(6), range(2**40 + 1, 2**40 + 7))
     )
     assert torch.equal(near, far)
@@ -148,7 +150,7 @@ def test_alibi_depends_on_distances_alone_however_far_the_positions() -> None:
 def test_a_head_without_a_sink_has_a_gradient_where_nothing_is_seen() -> None:
     sinks = torch.tensor([-torch.inf, 1.0], requires_grad=True)
     q, k, v = torch.randn(3, 1, 3, 2, 8)
-    out = local_attention(q, k, v, sinks=sinks, mask=Mask(True), kv_positions=[1, 2, 3])
+    out = attention_of(q, k, v, sinks=sinks, mask=Mask(True), kv_positions=[1, 2, 3])
     (grad,) = torch.autograd.grad(out.sum(), sinks)
     assert grad.isfinite().all()
     assert grad[0] == 0
@@ -157,7 +159,7 @@ def test_a_head_without_a_sink_has_a_gradient_where_nothing_is_seen() -> None:
 def test_a_backward_inside_autocast_is_that_outside() -> None:
     found, x = list[Tensor](), [each.requires_grad_() for each in torch.randn(3, 1, 6, 2, 8)]
     for inside in (False, True):
-        out = local_attention(*x, softcap=5.0).sum()
+        out = attention_of(*x, softcap=5.0).sum()
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
             found += torch.autograd.grad(out, x)
     assert all(map(torch.equal, found[:3], found[3:]))

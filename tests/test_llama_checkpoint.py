@@ -333,8 +333,7 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
         with pytest.raises(sp.CheckpointError, match="file is there already"):
             save(model, folder / "file")
         for name in ("file/model", "n" * 300, "loop", "loop/model"):
-            text = f"{folder / name} cannot be written: .*Pass a folder"
-            with pytest.raises(sp.CheckpointError, match=text):
+            with pytest.raises(sp.CheckpointError, match=f"{folder / name} cannot be .*Pass a fol"):
                 save(model, folder / name)
         with pytest.raises(sp.CheckpointError, match=r"max_file_bytes=0 was given"):
             save(model, folder / "other", max_file_bytes=0)
@@ -342,8 +341,7 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
         for limit, files in ((size, 1), (size - 1, 2)):
             save(model, folder / f"{limit}", max_file_bytes=limit)
             assert len([*(folder / f"{limit}").glob("*.safetensors")]) == files
-        told = json.loads((folder / f"{size - 1}" / INDEX).read_text())
-        assert told["metadata"]["total_size"] == size
+        assert f'"total_size": {size}\n' in (folder / f"{size - 1}" / INDEX).read_text()
         assert contents(folder / "empty") == before
         assert (folder / "file").read_text() == "notes"
 

@@ -291,20 +291,6 @@ def with_rate(rate: object) -> Callable[[Training], object]:
     return lambda x: x.optimizer.param_groups[0].update(lr=rate)
 
 
-@spmd(1)
-@pytest.mark.parametrize("rates", [(1, 0.5), (0.5, 1), (0.5, torch.tensor(1.0))])
-def test_a_rate_that_was_saved_replaces_one_of_another_type(
-    comm: Any, rates: tuple[object, object], tmp_path: Path
-) -> None:
-    with mesh_of(comm, 0) as mesh:
-        before, after = (Training(CASE.model(mesh), "AdamW", "none") for _ in rates)
-        with_rate(rates[0])(before)
-        with_rate(rates[1])(after)
-        before.save(tmp_path / "saved")
-        after.load(tmp_path / "saved")
-        assert after.optimizer.param_groups[0]["lr"] == rates[0]
-
-
 def strange() -> torch.optim.Optimizer:
     return torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 import torch
 from llama_cases import Case
+from test_resume import Training
 from torch import Tensor
 from torch.nn import Linear
 
@@ -116,3 +118,17 @@ def test_samples_between_steps_change_no_weight(comm: Any, make: Any) -> None:
     alone, *others = (trained(look) for look in (lambda _: None, sample, frozen_sample))
     for found in others:
         assert all(map(torch.equal, found, alone))
+
+
+@spmd(1)
+@pytest.mark.parametrize("rates", [(1, 0.5), (0.5, 1), (0.5, torch.tensor(1.0))])
+def test_a_rate_that_was_saved_replaces_one_of_another_type(
+    comm: Any, rates: tuple[object, object], tmp_path: Path
+) -> None:
+    with sp.Mesh(comm, tp=1) as mesh:
+        before, after = (Training(CASE.model(mesh), "AdamW", "none") for _ in rates)
+        for each, rate in zip((before, after), rates, strict=True):
+            each.optimizer.param_groups[0].update(lr=rate)
+        before.save(tmp_path / "saved")
+        after.load(tmp_path / "saved")
+        assert after.optimizer.param_groups[0]["lr"] == rates[0]

@@ -379,9 +379,7 @@ def test_the_doctor_says_what_auto_decides_by(
         assert [part in text for part in texts] == [True] * len(texts)
 
 
-def test_variables_name_the_folder_of_the_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_variables_name_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for named, folder in (("", tmp_path / "sp_core"), (str(tmp_path / "own"), tmp_path / "own")):
         monkeypatch.setenv("SP_TUNING_DIR", named)

@@ -259,9 +259,6 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
         freed.free()
         x = sp.shared_empty((2, 2), comm=group).fill_(comm.rank)
         assert sp.peer(x, comm.rank, comm=group) is x
-        for rank in (-1, comm.size):
-            with pytest.raises(sp.RankError, match=f"the tensor of rank {rank} was asked for"):
-                sp.peer(x, rank, comm=group)
         assert group.window is not None
         assert group.window.number(x.view(-1)[1:]) == -1
         wrong: Any = (x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse(), torch.ones(2))
@@ -271,7 +268,7 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
                 for part in wrong
             ),
             (sp.RankError, "='host'", partial(sp.peer, x, 0, comm=other["sp"])),
-            (sp.RankError, "rank 99", partial(sp.peer, x, 99, comm=group)),
+            *((sp.RankError, f"rank {n} ", partial(sp.peer, x, n, comm=group)) for n in (99, -1)),
             (TypeError, "Pass what shared_empty gave", partial(sp.peer, 3, 0, comm=group)),  # type: ignore[arg-type]
             (sp.RankError, "has been freed", partial(sp.peer, x, 0, comm=freed)),
             (

@@ -49,16 +49,6 @@ def call(name: str, x: Any, **named: Any) -> Any:
     return lambda mesh, here: getattr(sp, name)(x, comm=comm_of(mesh), **named)
 
 
-def graded(wrong: Wrong) -> Wrong:
-    """Return a call that is made without gradients on the last rank."""
-
-    def made(mesh: sp.Mesh, here: bool) -> object:
-        with torch.set_grad_enabled(not here):
-            return wrong(mesh, here)
-
-    return made
-
-
 def either(name: str, other: str, *shape: int) -> Any:
     """Return a call of collective `name`, and of `other` on the last rank."""
     return lambda mesh, here: getattr(sp, other if here else name)(
@@ -302,26 +292,6 @@ ON_ONE_RANK: Table = {
             TypeError,
             "softcup",
             lambda mesh, here: attention(mesh, **({"softcup": 1.0} if here else {})),
-        ),
-        "sequences in a batch": (
-            sp.CollectiveMismatch,
-            "rank",
-            lambda mesh, here: attention(mesh, batch=2 + here),
-        ),
-        **{
-            f"gradients of {name}": (sp.CollectiveMismatch, "grad", graded(made))
-            for name, made in (
-                ("a collective", call("all_reduce", torch.ones(2, requires_grad=True))),
-                ("a scheme", scheme(sp.ring_attention, learns=True)),
-            )
-        },
-        "a tensor that does not learn": (
-            sp.CollectiveMismatch,
-            "copy_all_to_group",
-            lambda mesh, here: sp.copy_all_to_group(
-                [torch.ones(2, requires_grad=learns) for learns in (True, not here)],
-                comm=comm_of(mesh),
-            ),
         ),
         "heads of q": (
             sp.CollectiveMismatch,

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from refusals.calls import Table, Wrong, comm_of
+from refusals.calls import Table, Wrong, attention, call, comm_of, scheme
 from refusals.pure import NESTED
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -34,6 +34,16 @@ def freed(x: Tensor) -> Tensor:
     """Return x after its memory was freed, as `fully_shard` does with parameters."""
     x.untyped_storage().resize_(0)
     return x
+
+
+def graded(wrong: Wrong) -> Wrong:
+    """Return a call that is made without gradients on the last rank."""
+
+    def made(mesh: sp.Mesh, here: bool) -> object:
+        with torch.set_grad_enabled(not here):
+            return wrong(mesh, here)
+
+    return made
 
 
 USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
@@ -223,6 +233,26 @@ ON_ONE_RANK: Table = {
             )
             for op in (["all_reduce"], 3, ANY)
         },
+        "sequences in a batch": (
+            sp.CollectiveMismatch,
+            "rank",
+            lambda mesh, here: attention(mesh, batch=2 + here),
+        ),
+        **{
+            f"gradients of {name}": (sp.CollectiveMismatch, "grad", graded(made))
+            for name, made in (
+                ("a collective", call("all_reduce", torch.ones(2, requires_grad=True))),
+                ("a scheme", scheme(sp.ring_attention, learns=True)),
+            )
+        },
+        "a tensor that does not learn": (
+            sp.CollectiveMismatch,
+            "copy_all_to_group",
+            lambda mesh, here: sp.copy_all_to_group(
+                [torch.ones(2, requires_grad=learns) for learns in (True, not here)],
+                comm=comm_of(mesh),
+            ),
+        ),
     },
 }
 """Calls that are wrong on the last rank only."""
