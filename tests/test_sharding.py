@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -22,6 +23,16 @@ def test_consecutive_tokens_are_a_view(seq_len: int, size: int, start: int) -> N
     for rank, length in enumerate(sharding.lengths):
         shard = sharding.shard(x, rank, 1)
         assert not length or shard.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("layout", [Sharding.contiguous, Sharding.zigzag, Sharding.striped])
+@pytest.mark.parametrize("start", [0, 2, 5, 100])
+def test_positions_follow_the_start_without_a_gap(
+    layout: Callable[..., Sharding], start: int
+) -> None:
+    made = layout(7, 3, start=start)
+    found = torch.cat([made.positions(rank) for rank in range(3)])
+    assert found.sort().values.tolist() == [*range(start, start + 7)]
 
 
 @given(st.integers(1, 40), st.integers(1, 9))
