@@ -11,6 +11,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from llama_cases import Case
+from test_llama_checkpoint import shared
 from test_resume import Training
 from torch import Tensor
 from torch.nn import Linear
@@ -129,6 +130,7 @@ def test_a_rate_that_was_saved_replaces_one_of_another_type(
         before, after = (Training(CASE.model(mesh), "AdamW", "none") for _ in rates)
         for each, rate in zip((before, after), rates, strict=True):
             each.optimizer.param_groups[0].update(lr=rate)
-        before.save(tmp_path / "saved")
-        after.load(tmp_path / "saved")
+        folder = shared(comm, tmp_path) / "saved"
+        before.save(folder)
+        after.load(folder)
         assert after.optimizer.param_groups[0]["lr"] == rates[0]
