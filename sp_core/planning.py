@@ -77,7 +77,10 @@ class Problem:
         ranks: number of ranks that share each sequence.
         per_node: number of ranks on one node.
         node, network: the link inside a node, and the link between nodes.
-        flops: operations per second that a rank's attention reaches.
+        flops: operations per second that a rank's attention reaches; NaN until it is measured.
+
+    Raises:
+        ValueError: a size cannot be split evenly, or is not positive.
     """
 
     seq_len: int
@@ -91,6 +94,22 @@ class Problem:
     node: Link
     network: Link
     flops: float
+
+    def __post_init__(self) -> None:
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        sizes = (self.seq_len, self.ranks, self.per_node, self.batch, *heads)
+        if min(sizes) < 1 or max(sizes) > 2**40:
+            raise ValueError(
+                "a size below 1 or above 2**40 was given; --seq, --ranks, --ranks-per-node, "
+                "--heads, --kv-heads, --head-dim and --batch are at least 1 and at most 2**40."
+            )
+        if self.seq_len % (2 * self.ranks) or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"--seq {self.seq_len} on --ranks {self.ranks}, and --heads {self.num_heads} with "
+                f"--kv-heads {self.num_kv_heads} were given; the times are computed for equal "
+                "shards. Pass a length that twice the number of ranks divides, and heads that the "
+                "key/value heads divide."
+            )
 
     def attention(self, seq_len: int, ranks: int) -> cost.Attention:
         """Describe the causal attention of `seq_len` tokens, sharded zigzag over `ranks` ranks."""
@@ -127,36 +146,13 @@ class Projection:
 
 
 def project(problem: Problem) -> list[Projection]:
-    """Return the predictions for every scheme on every mesh that fits, in order of their time.
-
-    Raises:
-        ValueError: a size cannot be split evenly, or is not positive.
-    """
-    _check(problem)
+    """Return the predictions for every scheme on every mesh that fits, in order of their time."""
     found = [
         _mesh(problem, problem.ranks // ulysses, ulysses)
         for ulysses in range(1, min(problem.ranks, problem.num_heads) + 1)
         if problem.ranks % ulysses == 0
     ]
     return sorted([*found, _allgather_kv(problem)], key=lambda projection: projection.seconds)
-
-
-def _check(problem: Problem) -> None:
-    heads = (problem.num_heads, problem.num_kv_heads, problem.head_dim)
-    sizes = (problem.seq_len, problem.ranks, problem.per_node, problem.batch, *heads)
-    if min(sizes) < 1 or max(sizes) > 2**40:
-        raise ValueError(
-            "a size below 1 or above 2**40 was given; --seq, --ranks, --ranks-per-node, --heads, "
-            "--kv-heads, --head-dim and --batch are at least 1 and at most 2**40."
-        )
-    if problem.seq_len % (2 * problem.ranks) or problem.num_heads % problem.num_kv_heads:
-        raise ValueError(
-            f"--seq {problem.seq_len} on --ranks {problem.ranks}, and --heads "
-            f"{problem.num_heads} with --kv-heads "
-            f"{problem.num_kv_heads} were given; the times are computed for equal shards. "
-            "Pass a length that twice the number of ranks "
-            "divides, and heads that the key/value heads divide."
-        )
 
 
 def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
@@ -311,7 +307,6 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         *(options.ranks, options.ranks_per_node, inside or network, network),
         options.flops or math.nan,
     )
-    _check(problem)  # before it measures for heads of this size
     assumed = []
     if options.flops is None:
         problem = replace(problem, flops=timed_flops(min(options.head_dim, 1024)))

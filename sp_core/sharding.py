@@ -87,7 +87,7 @@ class Sharding:
 
     @classmethod
     def striped(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """Give rank r every `size`-th token, from the one with index r.
+        """Give rank r the tokens with the indices r, `r + size`, `r + 2*size` and so on.
 
         In every step of causal ring attention the ranks then have nearly equal work.
 

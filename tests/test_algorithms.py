@@ -260,3 +260,19 @@ def test_keys_with_the_negative_bit_keep_their_sign(comm: Any) -> None:
             k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).copy_(q) for _ in "kv")
             attend: Any = partial(scheme, comm=mesh["sp"], sharding=sharding)
             assert torch.equal(attend(q, torch._neg_view(k), torch._neg_view(v)), attend(q, -k, -v))
+
+
+@spmd(2)
+def test_a_tensor_that_learns_is_summed_in_place_without_gradients(comm: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(3) + comm.rank)
+    with sp.Mesh(comm, sp=2) as mesh, torch.no_grad():
+        assert sp.all_reduce(weight, comm=mesh["sp"], op="max").tolist() == [2.0] * 3
+        assert sp.all_reduce_(weight, comm=mesh["sp"]).tolist() == [3.0] * 3
+
+
+@spmd(2)
+def test_an_exchange_takes_negative_dims(comm: Any) -> None:
+    x = torch.arange(24.0).view(2, 3, 4) + comm.rank
+    with sp.Mesh(comm, sp=2) as mesh:
+        found = sp.all_to_all(x, comm=mesh["sp"], split_dim=-1, concat_dim=-3)
+        assert torch.equal(found, sp.all_to_all(x, comm=mesh["sp"], split_dim=2, concat_dim=0))

@@ -226,3 +226,10 @@ def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
             weights = 3 * hidden * features * x.itemsize
             assert live.peak <= 8 * chunk * features * x.itemsize + 40 * x.nbytes + 4 * weights
             assert live.peak < every
+
+
+@spmd(3)
+def test_long_sums_of_half_types_are_made_in_rank_order(comm: Any) -> None:
+    x = torch.ones(1 << 16, dtype=torch.bfloat16)
+    with sp.Mesh(comm, sp=3) as mesh:
+        assert sp.all_reduce(x, comm=mesh["sp"], deterministic=True).eq(3).all()

@@ -240,7 +240,7 @@ def _read(
             return moments.read(f"{name}.{kind}", placements[name], rank)
         if not isinstance(x, dict) or "" not in x:
             return x
-        number = torch.tensor(x[""], device="cpu")  # of a number with a point float32
+        number = torch.tensor(x[""], device="cpu")  # torch makes float32 of a float
         if number.item() == x[""]:
             return number
         return torch.tensor(x[""], device="cpu", dtype=torch.float64)

@@ -20,7 +20,8 @@ from sp_core.arguments import check
 from sp_core.errors import ShapeError
 
 FAR64 = 1 << 62
-"""Positions of a sharding are below this number, so sums of two of them do not overflow int64."""
+"""Positions are below this number. In int64 it also stands for no limit on their difference: the
+sum of it and a position does not overflow."""
 
 Positions = range | Sequence[int] | Tensor
 """Global positions of tokens: a range, a sequence of ints, or an integer tensor (S,)."""
@@ -181,7 +182,7 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 
 
 def _is_position(value: Any) -> bool:
-    """Return whether a value is an integer below FAR64, also without its sign, and no bool."""
+    """Return whether a value is an integer between -FAR64 and FAR64, and no bool."""
     is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
     return is_whole and abs(index(value)) < FAR64
 
