@@ -24,9 +24,9 @@ def generated(prompts: list[list[int]], count: int) -> Any:
     return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
 
 
-def decoded(tokens: Any, room: int = 3) -> Any:
+def decoded(tokens: Any, **more: Any) -> Any:
     def decode(mesh: sp.Mesh, here: bool) -> object:
-        decoder = Decoder(CASE.model(mesh), [room, 2])
+        decoder = Decoder(CASE.model(mesh), [3, 2], **more)
         decoder.prefill([[1, 2], []])
         return decoder.decode(tokens)
 
@@ -139,6 +139,11 @@ EVERYWHERE: Table = {
             sp.ShapeError,
             "sequence 0 has 2 tokens and room for 3",
             sending(decoded([[1, 2], [3]])),
+        ),
+        "tokens without room in the second micro-batch": (
+            sp.ShapeError,
+            "sequence 1 has 0 tokens and room for 2",
+            sending(decoded([[1], [2, 3, 4]], micro_batches=2)),
         ),
         "more room than positions": (
             ValueError,

@@ -146,14 +146,22 @@ ROWS: list[Row] = [
         (ValueError, f"dropout={p} was given", partial(LAYERS[4], comm=THERE, dropout=p))
         for p in (1.0, 1.5, -0.1, math.nan)
     ),
-    (TypeError, r"p='\.1'", partial(dropout, p=".1")),
-    (ValueError, "p=1.0", partial(dropout, p=1.0)),
-    (ValueError, "p=-0.5", partial(dropout, p=-0.5)),
-    (ValueError, "seed=-1", partial(dropout, seed=-1)),
-    (ValueError, "seed=4611686018427387904", partial(dropout, seed=2**62)),
-    (TypeError, r"seed=0\.5", partial(dropout, seed=0.5)),
-    (sp.ShapeError, "3 positions", partial(dropout, positions=range(3))),
-    (sp.ShapeError, "4 positions", partial(dropout, x=torch.ones(3, 4))),
-    (sp.ShapeError, "2 features", partial(dropout, features=range(2))),
-    (sp.DtypeError, "int64", partial(dropout, x=torch.ones(1, 4, 3).long())),
+    *(
+        (error, text, partial(dropout, training=training, **wrong))
+        for training in (True, False)
+        for error, text, wrong in list[tuple[type[Exception], str, dict[str, Any]]](
+            [
+                (TypeError, r"p='\.1'", {"p": ".1"}),
+                (ValueError, "p=1.0", {"p": 1.0}),
+                (ValueError, "p=-0.5", {"p": -0.5}),
+                (ValueError, "seed=-1", {"seed": -1}),
+                (ValueError, "seed=4611686018427387904", {"seed": 2**62}),
+                (TypeError, r"seed=0\.5", {"seed": 0.5}),
+                (sp.ShapeError, "3 positions", {"positions": range(3)}),
+                (sp.ShapeError, "4 positions", {"x": torch.ones(3, 4)}),
+                (sp.ShapeError, "2 features", {"features": range(2)}),
+                (sp.DtypeError, "int64", {"x": torch.ones(1, 4, 3).long()}),
+            ]
+        )
+    ),
 ]

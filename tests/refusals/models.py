@@ -139,11 +139,18 @@ ON_ONE_RANK: Table = {
         ),
     },
     "tp": {
-        "too many tensor ranks": (
-            sp.ShapeError,
-            "2 tensor ranks are too many for num_attention_heads=1",
-            lambda mesh, here: Llama(Case((1, 1)).config, Grid.of(mesh)),
-        ),
+        **{
+            f"too many tensor ranks for {name}": (
+                sp.ShapeError,
+                f"2 tensor ranks are too many for {name}=1",
+                lambda mesh, here, case=case: Llama(case.config, Grid.of(mesh)),  # type: ignore[misc]
+            )
+            for name, case in (
+                ("num_attention_heads", Case((1, 1))),
+                ("intermediate_size", Case((4, 2), ffn=1)),
+                ("vocab_size", Case((4, 2), vocab=1)),
+            )
+        },
     },
     "pp": {
         "a call of one stage": (
