@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import Counter
@@ -72,7 +73,7 @@ HOOKS = (sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")
 @pytest.fixture
 def usual(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
     """Replace Python's exception hooks, and the call that ends the program; return the hooks."""
-    for name, value in {"hooked": False, "_head": "", "_stop": Mock()}.items():
+    for name, value in {"hooked": False, "_head": "", "_pid": 0, "_stop": Mock()}.items():
         monkeypatch.setattr(failing, name, value)
     before = [Mock() for _ in HOOKS]
     for (module, name), hook in zip(HOOKS, before, strict=True):
@@ -90,6 +91,7 @@ def test_hooks_are_set_once_and_for_several_ranks(usual: list[Mock]) -> None:
     assert (set_now(), failing.hooked) == (usual, False)
     failing.watch_over(1, 2, stop := Mock())
     assert (failing.hooked, failing._head, failing._stop) == (True, "rank 1 of 2: ", stop)
+    assert failing._pid == os.getpid()
     ours = set_now()
     assert all(one != other for one, other in zip(ours, usual, strict=True))
     failing.watch_over(0, 3, Mock())

@@ -165,12 +165,16 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ),
     ),
     *(
-        (NO_GPU | library(answer), aware, ("CUDA-aware", "note", f"the library {says}"))
-        for answer, says in (
-            (0, "says no; not tried: no cuda device"),
-            (1, "says yes; not tried: no cuda device"),
-            (2, "cannot be asked; not tried: no cuda device"),
-            (None, "cannot be asked; not tried: no cuda device"),
+        (NO_GPU | here, aware, ("CUDA-aware", "note", f"the library {says}"))
+        for here, says in (
+            (library(0), "says no; not tried: no cuda device"),
+            (library(1), "says yes; not tried: no cuda device"),
+            (library(2), "cannot be asked; not tried: no cuda device"),
+            (library(None), "cannot be asked; not tried: no cuda device"),
+            (
+                {"ctypes.CDLL": Mock(side_effect=OSError)},
+                "cannot be asked; not tried: no cuda device",
+            ),
         )
     ),
     (GPU, partial(doctor._threads, LEVELS[1]), ("threads", "broken", "funneled", SERIALIZE)),

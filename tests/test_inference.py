@@ -299,10 +299,10 @@ def test_prompts_are_those_of_options_files_and_standard_input(
 def test_logits_that_are_not_finite_are_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The weights of the token `x` are damaged, which is in the second prompt only."""
-    written(Damaged(**vars(CASE), token=ord("x")), tmp_path)
+    """The first weights of rank 1 are damaged, those of a byte in the second prompt of a call."""
+    written(Damaged(**vars(CASE), token=128), tmp_path)
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    for more, code in (("y", 0), ("x", 2)):
+    for more, code in (("y", 0), ("\u00c0", 2)):
         words = command("logits", tmp_path, "--prompt", more, "--tp", "2")[3:]
         assert run_threads(2, partial(main, words)) == [code] * 2
     told = capsys.readouterr()

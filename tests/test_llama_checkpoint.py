@@ -98,11 +98,8 @@ def test_what_a_rank_holds_is_its_part_of_the_weights_and_of_the_cache(
     Cache: 1/4 of all tokens and one token more. A step of a decoder leaves no other tensor behind.
     """
     case = Case((8, 4), layers=3, head_dim=8, hidden=64, ffn=128, vocab=96)
-    norms, room, angles = (
-        (2 * case.layers + 1) * case.hidden * 8,
-        [30, 9, 3],
-        case.head_dim // 2 * 8,
-    )
+    norms, angles = (2 * case.layers + 1) * case.hidden * 8, case.head_dim // 2 * 8
+    room = [30, 9, 3]
     sizes = [x.nbytes for x in case.weights().values()]
     token = case.layers * 2 * case.heads[1] * case.head_dim * 8
     folder = saved(comm, tmp_path, case=case)
@@ -241,7 +238,7 @@ def test_a_broken_folder_is_the_same_error_on_every_rank(
 
 @spmd(3)
 def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_path: Path) -> None:
-    folder = saved(comm, tmp_path)
+    folder, lower = (saved(comm, tmp_path, dtype=x) for x in (torch.float64, torch.float32))
     with mesh_of(comm, 0) as mesh:
         with pytest.raises(
             sp.CheckpointError, match=f"rank {comm.size - 1}: .*config.json is not there"
@@ -249,6 +246,8 @@ def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_p
             load(folder if comm.rank < comm.size - 1 else folder / "elsewhere", mesh)
         with pytest.raises(sp.CollectiveMismatch, match="load"):
             load(folder, mesh, dtype=torch.float64 if comm.rank else torch.float32)
+        with pytest.raises(sp.CollectiveMismatch, match="load"):
+            load(folder if comm.rank else lower, mesh, dtype=torch.float64)
     with pytest.raises(sp.CheckpointError, match="lost is missing from the weights"):
         Checkpoint(folder).shape("lost")
 

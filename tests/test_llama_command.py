@@ -6,6 +6,7 @@ The text is the same for any number of ranks. A mistake is reported in one line.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import select
@@ -97,6 +98,16 @@ def test_the_first_rank_shows_logits_in_columns(
     prompt = torch.tensor([[*b"def f("]])
     wanted = CASE.logits(prompt)[0, -1].topk(2).indices.tolist()
     assert [int(line.split()[0]) for line in text.splitlines()[1:3]] == wanted
+
+
+def test_the_probabilities_of_all_tokens_add_up_to_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four decimals of each logarithm are shown, in whatever dtype the model computes."""
+    assert main(command("logits", folder, "--dtype", "bfloat16", "--top", "256")[3:]) == 0
+    logs = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(logs) == 256
+    assert sum(map(math.exp, logs)) == pytest.approx(1, rel=0, abs=math.expm1(5.1e-5))
 
 
 def test_a_command_without_prompts_is_refused(

@@ -47,6 +47,7 @@ def chat(folder: Path, template: Any, **more: Any) -> str:
             "{{ add_generation_prompt }} {{ tools is none }} {{ documents is none }}",
             "True True True",
         ),
+        ("  {% if tools is none %}\n  a\n  {% endif %}\nb", "  a\nb"),
         ("{{ strftime_now('%d %b %Y %H:%M:%S') }}", "29 Feb 2024 07:08:09"),
         ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}", "1"),
         ("{{ messages[0].content | tojson }}", f'"{MESSAGE}"'),

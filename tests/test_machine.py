@@ -114,13 +114,21 @@ def test_ranks_are_those_of_the_innermost_launcher(
     ("script", "limit", "answer", "ending"),
     [
         ("echo said; echo told >&2; echo $X; exit 3", {}, (3, "said\ntold\nso\n"), 3),
-        ("echo said; sleep 5", {"seconds": 1.0}, (None, "said\n"), -9),
+        ("echo said; (sleep 3; echo on) >$PIPE & wait", {"seconds": 1.0}, (None, "said\n"), -9),
     ],
 )
-def test_a_program_is_ended_after_its_time(
-    script: str, limit: Any, answer: tuple[int | None, str], ending: int, monkeypatch: Any
+def test_a_program_and_what_it_started_are_ended_after_its_time(
+    script: str,
+    limit: Any,
+    answer: tuple[int | None, str],
+    ending: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The limit is 60 s unless `seconds` is passed. Output until then is returned."""
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    env = {**os.environ, "X": "so", "PIPE": str(tmp_path / "pipe")}
     waited: list[tuple[float | None, subprocess.Popen[bytes]]] = []
 
     class Told(subprocess.Popen[bytes]):
@@ -129,9 +137,12 @@ def test_a_program_is_ended_after_its_time(
             return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Told)
-    assert machine.bounded(["sh", "-c", script], env={**os.environ, "X": "so"}, **limit) == answer
+    assert machine.bounded(["sh", "-c", script], env=env, **limit) == answer
     assert waited[0][0] == limit.get("seconds", 60)
     assert waited[0][1].returncode == ending
+    os.set_blocking(pipe, True)
+    with os.fdopen(pipe) as written:
+        assert written.read() == ""
 
 
 TWO = "two ranks did not start within 60 s"

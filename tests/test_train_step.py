@@ -58,6 +58,19 @@ def test_an_optimizer_of_other_parameters_trains_nothing(comm: Any, more: Any) -
         assert not torch.equal(first, before)
 
 
+@spmd(1, 2)
+def test_a_weight_that_is_frozen_after_a_step_stays_as_it_is(comm: Any) -> None:
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        model = CASE.model(mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train_step(model, optimizer, [[1, 2]], max_norm=1.0)
+        first, *_, last = model.parameters()
+        before, after = first.requires_grad_(False).clone(), last.detach().clone()
+        train_step(model, optimizer, [[1, 2]], max_norm=1.0)
+        assert torch.equal(first, before)
+        assert not torch.equal(last, after)
+
+
 DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "class": partial(torch.optim.Adam, lr=0.01),
     "rate": partial(torch.optim.AdamW, lr=0.02),
@@ -134,3 +147,14 @@ def test_a_rate_that_was_saved_replaces_one_of_another_type(
         before.save(folder)
         after.load(folder)
         assert after.optimizer.param_groups[0]["lr"] == rates[0]
+
+
+@spmd(1)
+def test_a_training_is_the_same_if_other_tokens_end_a_text(comm: Any, tmp_path: Path) -> None:
+    with sp.Mesh(comm, tp=1) as mesh:
+        training, folder = Training(CASE.model(mesh), "AdamW", "none"), shared(comm, tmp_path) / "a"
+        training.go(1)
+        training.save(folder)
+        (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+        training.load(folder)
+        assert training.step == 1
