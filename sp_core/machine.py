@@ -113,12 +113,13 @@ def bounded(
         env: the environment variables; None for those of this process.
 
     Returns:
-        The exit code, or None if the limit was reached; the output, standard error included.
+        The exit code, or None if the limit was reached; the output, standard error included. A byte
+        that is no text in the encoding of this process becomes U+FFFD.
 
     Raises:
         OSError: the program cannot be started.
     """
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -114,6 +114,7 @@ def test_ranks_are_those_of_the_innermost_launcher(
     ("script", "limit", "answer", "ending"),
     [
         ("echo said; echo told >&2; echo $X; exit 3", {}, (3, "said\ntold\nso\n"), 3),
+        (r"printf '\377'", {}, (0, "\ufffd"), 0),
         ("echo said; (sleep 3; echo on) >$PIPE & wait", {"seconds": 1.0}, (None, "said\n"), -9),
     ],
 )
