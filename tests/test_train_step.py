@@ -71,6 +71,14 @@ def test_a_weight_that_is_frozen_after_a_step_stays_as_it_is(comm: Any) -> None:
         assert not torch.equal(last, after)
 
 
+@spmd(2, 3)
+def test_tensor_ranks_with_unequal_numbers_of_tokens_take_as_many_chunks(comm: Any) -> None:
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        model = CASE.model(mesh, tp_sp=True)
+        losses = [backward(model, [[1, 2, 3, 4, 5]], chunk=chunk) for chunk in (None, 1)]
+        torch.testing.assert_close(*losses)
+
+
 DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "class": partial(torch.optim.Adam, lr=0.01),
     "rate": partial(torch.optim.AdamW, lr=0.02),
