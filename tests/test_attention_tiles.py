@@ -153,6 +153,7 @@ def test_any_problem_with_packs_is_the_reference(row: Row, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("packing")
+@pytest.mark.parametrize("elements", [64, packs.ELEMENTS], ids=["many packs", "many tiles"])
 @pytest.mark.parametrize(
     ("batch", "q", "kv", "documents"),
     [
@@ -162,11 +163,12 @@ def test_any_problem_with_packs_is_the_reference(row: Row, seed: int) -> None:
     ],
 )
 def test_packs_of_these_positions_are_the_reference(
-    batch: int, q: list[int], kv: list[int], documents: tuple[int, ...]
+    elements: int, batch: int, q: list[int], kv: list[int], documents: tuple[int, ...]
 ) -> None:
     drawn = LOCAL.draw(LOCAL.base | {"mask": "given", "causal": "True", "q.dtype": "float32"}, 0)
     drawn |= {"q.batch": batch, "q_positions": "q", "kv_positions": "kv"}
-    with patch.dict(masks.CONTAINERS, q=lambda _: q, kv=lambda _: kv):
+    containers = patch.dict(masks.CONTAINERS, q=lambda _: q, kv=lambda _: kv)
+    with containers, patch.object(packs, "ELEMENTS", elements):
         judge(attended(drawn | {"documents": documents, "kv_documents": documents}))
 
 

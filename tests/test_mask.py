@@ -125,6 +125,7 @@ def coverage(
 )
 @example(problem=([10, 12, 14, 16], [0, 3, 6, 9], Mask(True, 2)), tile=plans.TILE, chunk=3)
 @example(problem=([0, 2, 4, 6], [6, 9, 12, 15], Mask(True)), tile=plans.TILE, chunk=3)
+@example(problem=([3, 7, 11, 15], [0, 4, 8, 12], Mask(True, 2)), tile=plans.TILE, chunk=3)
 def test_blocks_hold_each_visible_pair_once(
     problem: tuple[list[int], list[int], Mask], tile: tuple[int, int], chunk: int
 ) -> None:
@@ -189,6 +190,12 @@ def test_whole_numbers_of_any_type_make_one_mask() -> None:
     tensor, array = torch.tensor([0, 3, 8]), np.array([0, 3, 8])
     mask, same = Mask(True, np.int64(3), tensor, array), Mask(True, 3, (0, 3, 8), (0, 3, 8))  # type: ignore[arg-type]
     assert (mask, repr(mask)) == (same, repr(same))
+
+
+def test_positions_of_small_dtypes_are_subtracted_in_int64() -> None:
+    for dtype, positions in ((torch.uint8, [0, 1, 255]), (torch.int8, [-100, 0, 100])):
+        places = torch.tensor(positions, dtype=dtype)
+        assert torch.equal(Mask(True).allowed(places, places), torch.ones(3, 3).tril().bool())
 
 
 def test_positions_and_windows_are_exact_up_to_2_to_the_62() -> None:
