@@ -28,7 +28,7 @@ from sp_core.nn.gradients import (
     placement_of,
     reduce_gradients,
 )
-from sp_core.schemes.tp_sp import gather_linears
+from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 from sp_core.testing import device, spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -300,6 +300,20 @@ def test_layers_that_share_an_input_give_the_gradients_that_are_needed(comm: Any
             torch.autograd.grad(torch.cat(outs, 2).sum(), [x for x in leaves if x.requires_grad])
             calls = [mesh["sp"].counters[op].calls for op in ("reduce_scatter", "all_gather")]
             assert calls == [3 * needs[0], 3 * (needs[1] or needs[3])]  # one token a call
+
+
+@spmd(2)
+def test_chunks_of_tokens_may_add_up_beyond_float16_in_gradients_of_weights(comm: Any) -> None:
+    """The chunks add 2^15, 2^15, -2^15 and 0."""
+    half: Any = {"dtype": torch.float16, "device": device()}
+    x, upstream = torch.full((1, 4, 1), 2**7, **half), torch.tensor([[[1], [1], [-1], [0]]], **half)
+    weights = [torch.ones(1, 1, **half, requires_grad=True) for _ in "ab"]
+    with sp.Mesh(comm, device=device(), tp=2) as mesh:
+        given: Any = {"comm": mesh["tp"], "lengths": (4, 4)}
+        (y,) = gather_linears(x, [(weights[0], None)], **given)
+        out = linear_scatter(y, weights[1], **given)
+        grads = torch.autograd.grad(out, weights, 2**7 * upstream)
+        assert [grad.tolist() for grad in grads] == [[[2**15]]] * 2
 
 
 @spmd(1, 2, 3)

@@ -243,3 +243,25 @@ def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) ->
     with sp.Mesh(comm, device=device(), one=1, four=4) as mesh:
         ratios = errors(mesh["four"]) / errors(mesh["one"])
         assert (ratios <= torch.tensor(most, dtype=ratios.dtype)).all(), ratios.tolist()
+
+
+@EVERY_SCHEME
+@spmd(4)
+def test_partial_sums_of_gradients_may_leave_the_range_of_float16(comm: Any, name: str) -> None:
+    """Blocks, steps and copies of a head add 2^15 + 2^15 - 2^15, to the gradients of q and v."""
+    queries = sp.Sharding.from_positions([[5, 6], [0], [2], [1]])
+    keys = sp.Sharding.from_positions([[7], [8], [4], [0, 5, 6]])
+    q, do = torch.zeros(2, 1, 5, 4, 1, dtype=torch.float64)
+    k, v = torch.tensor([[128, 128, 0, -128, 0, 0], [1, -1, 1, -1, 1, -1]]).view(2, 1, 6, 1, 1)
+    do[0, :4, :, 0] = torch.tensor([2**15, 2**15, -(2**15), 0]).diag()
+    do[:, 4, 0] = 2**10
+    found = []
+    with sp.Mesh(comm, device=device(), sp=4) as mesh:
+        for dtype in (torch.float64, torch.float16):
+            parts = (queries, q), (keys, k), (keys, v), (queries, do)
+            *leaves, grad = (x.shard(y, comm.rank, 1).to(device(), dtype) for x, y in parts)
+            leaves = [x.requires_grad_() for x in leaves]
+            given: Any = {"sharding": queries, "kv_sharding": keys, "mask": sp.Mask(causal=True)}
+            out = on(mesh, name)(*leaves, **given)
+            found.append(torch.autograd.grad(out, leaves, grad))
+    assert all(torch.equal(a.half(), b) for a, b in zip(*found, strict=True))
