@@ -88,9 +88,11 @@ def test_a_second_derivative_is_refused(comm: Any) -> None:
         for attention in (*calls, sp.local_attention):
             x = torch.ones(1, 2, 1, 4, requires_grad=True)
             out = attention(x, x, x)
-            (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-            with pytest.raises(RuntimeError, match="differentiable once"):
-                torch.autograd.grad(grad.sum(), x)
+            upstream = torch.ones_like(out).requires_grad_()
+            (grad,) = torch.autograd.grad(out, x, upstream, create_graph=True)
+            for cause in (x, upstream):
+                with pytest.raises(RuntimeError, match="differentiable once"):
+                    torch.autograd.grad(grad.sum(), cause, retain_graph=True)
         for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear):
             whole, sharding = torch.nn.Linear(4, 4), sp.Sharding.contiguous(comm.size, comm.size)
             layer = kind.from_linear(whole, comm=mesh["sp"], sharding=sharding)

@@ -46,14 +46,18 @@ def graded(wrong: Wrong) -> Wrong:
     return made
 
 
+def ringed(x: Tensor, mesh: sp.Mesh) -> Any:
+    """Return out and lse of ring attention of x to itself."""
+    sharding = sp.Sharding.contiguous(2 * mesh.size, mesh.size)
+    return SCHEMES["ring"](x, x, x, comm=comm_of(mesh), sharding=sharding, return_lse=True)
+
+
 USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "all_reduce": lambda x, mesh: sp.all_reduce(x, comm=comm_of(mesh)),
     "reduce": lambda x, mesh: sp.reduce(x, comm=comm_of(mesh)),
     "copy_to_group": lambda x, mesh: sp.copy_to_group(x, comm=comm_of(mesh)),
     "copy_all_to_group": lambda x, mesh: sp.copy_all_to_group([x], comm=comm_of(mesh))[0],
-    "ring_attention": lambda x, mesh: SCHEMES["ring"](
-        *(x, x, x), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size)
-    ),
+    "ring_attention": lambda x, mesh: ringed(x, mesh)[0],
     "ColumnParallelLinear": lambda x, mesh: sp.ColumnParallelLinear.from_linear(
         nn.Linear(4, 4), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(4, 2)
     )(x[0]),
@@ -191,7 +195,7 @@ ON_ONE_RANK: Table = {
                 "without memory that could be sent",
                 batched(use),
             )
-            for name, use in USES.items()
+            for name, use in {**USES, "lse": lambda x, mesh: ringed(x, mesh)[1]}.items()
         },
         "a tensor with freed memory": (
             sp.DtypeError,
