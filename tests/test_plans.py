@@ -229,12 +229,19 @@ def test_scratch_of_a_started_collective_is_free_again_after_its_end(comm: Any) 
 
 @spmd(4)
 def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default(comm: Any) -> None:
-    """The scratch shows which one ran: two pieces for the ring, P - 1 pieces for pairwise."""
+    """The scratch shows which one ran: two pieces for the ring, P - 1 pieces for pairwise.
+
+    An all-to-all has no scratch, but pairwise P - 1 messages, and the library none.
+    """
     with sp.Mesh(comm, algorithm={"reduce_scatter": "pairwise"}, sp=comm.size) as mesh:
         x = torch.ones(3, requires_grad=True)
         for algorithm, pieces in (("ring", 2), ("bruck", 3), ("ring", 3)):  # the most of any call
             sp.all_gather(x, comm=mesh["sp"], algorithm=algorithm).sum().backward()
             assert mesh["sp"].counters["reduce_scatter"].scratch == pieces * x.nbytes
+        x = torch.ones(4, 1, requires_grad=True)
+        how: Any = {"split_dim": 0, "concat_dim": 1, "algorithm": "pairwise"}
+        sp.all_to_all(x, comm=mesh["sp"], **how).sum().backward()
+        assert mesh["sp"].counters["all_to_all"].messages == 2 * 3
 
 
 @spmd(1)

@@ -50,6 +50,13 @@ def of_plan(group: sp.Communicator, leave: Callable[[], None]) -> None:
     plan.finish(handle)
 
 
+def a_run(group: sp.Communicator, leave: Callable[[], None]) -> None:
+    """Let all ranks but LOST run a plan."""
+    plan = sp.plan("all_reduce", torch.ones(100_000), comm=group, algorithm="ring")
+    leave()
+    plan.run()
+
+
 def a_call(group: sp.Communicator, leave: Callable[[], None]) -> None:
     """Let rank 0 wait and the other ranks make a call: its agreement needs rank 0."""
     pending = sp.all_reduce_start(torch.ones(100_000), comm=group, algorithm="ring")
@@ -98,6 +105,7 @@ BEGUN: dict[str, Case] = {
 """Cases in which rank LOST makes the same calls as the others, except the wait."""
 CASES: dict[str, Case] = BEGUN | {
     "backward": ({"check": "off"}, backward),
+    "run of a plan": ({"transport": "host", "check": "off"}, a_run),
     "attention": ({"transport": "host"}, attention),
     "attention in place": ({"transport": "window"}, attention),
     "fence": ({"transport": "window", "check": "off"}, calling("fence")),
