@@ -71,6 +71,11 @@ BY_HAND = [
         "allgather_kv 6 1 4424 3080",
     ),
     (
+        Problem(12, 1, 6, 2, 1, 2, 6, 6, Link(0.0, 1 / 8), NETWORK, 48.0),
+        "hybrid 3 2 35 14; ulysses 1 6 41 20; ring 6 1 47.5 26.5; allgather_kv 6 1 61 40; "
+        "hybrid 2 3 61.5 40.5",
+    ),
+    (
         Problem(4, 1, 1, 1, 1, 1, 2, 1, NODE, NETWORK, 2.0),
         "allgather_kv 2 1 100 72; ring 2 1 114 86",
     ),

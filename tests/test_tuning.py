@@ -71,6 +71,7 @@ def test_the_model_is_that_of_the_papers(size: int) -> None:
         ("reduce_scatter", "ring"): (size - 1) * ALPHA + share * (BETA + GAMMA),
         ("all_gather", "recursive_doubling"): logs * ALPHA + share * BETA + n / size * BETA,
         ("broadcast", "binomial"): logs * (ALPHA + n * BETA),
+        ("reduce", "binomial"): logs * (ALPHA + n * BETA + n * GAMMA),
     }
     known = replace(PLAIN, links={kind: straight(ALPHA, BETA) for kind in ("node", "network")})
     for nodes in ((0,) * size, tuple(range(size))):
