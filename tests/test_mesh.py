@@ -299,10 +299,12 @@ def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
 def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
     """One rank may ask for `mesh["b", "a"]` or `mesh[()]` before others do: asking sends nothing.
 
-    `mesh[()]` has one rank, so that a rank can also use it alone.
+    `mesh[()]` has one rank, so that a rank can also use it alone. The mesh frees communicators in
+    the same order on all ranks, in whatever order they were asked for.
     """
-    with sp.Mesh(comm, transport="window", a=2, b=comm.size // 2) as mesh:
+    with sp.Mesh(comm, transport="window", a=2, b=comm.size // 2, c=1) as mesh:
         if comm.rank == 1:
+            assert mesh["c", "b", "a"].size == comm.size
             assert mesh["b", "a"].rank == mesh["b"].rank * 2 + mesh["a"].rank
             assert sp.all_reduce(torch.ones(1), comm=mesh[()]).item() == 1
         wrong = torch.complex64 if comm.rank == 0 else torch.float32
@@ -311,6 +313,7 @@ def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
         assert sp.all_reduce(torch.ones(1), comm=mesh["a", "b"]).item() == comm.size
         order = sp.all_gather(torch.tensor([comm.rank]), comm=mesh["b", "a"]).tolist()
         assert order == [rank for b in range(comm.size // 2) for rank in (b, b + comm.size // 2)]
+        sp.fence(comm=mesh["c", "b", "a"])
 
 
 @spmd(4)
