@@ -79,6 +79,16 @@ def test_an_algorithm_equals_the_definition(
     assert not group.scratch._free  # their memory does not wait for the program to drop `group`
 
 
+@spmd(2)
+def test_ranks_with_unequal_pieces_cut_an_exchange_alike(comm: Any) -> None:
+    """Rank 0 sends two numbers and receives three, which one call may have; rank 1 sends four."""
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        mesh["sp"].transport = CARRIERS["host in parts"](mesh["sp"])
+        x = torch.full((2, comm.rank + 1), comm.rank)
+        found = sp.all_to_all(x, split_dim=0, concat_dim=1, comm=mesh["sp"], algorithm="mpi")
+    assert found.tolist() == [[0, 1, 1]]
+
+
 def test_scratch_lends_the_smallest_block_that_fits_and_keeps_the_largest() -> None:
     scratch = Scratch(torch.device("cpu"))
     given = [torch.empty(length, dtype=torch.uint8) for length in (5, 0, 3, 9, 7, 4)]

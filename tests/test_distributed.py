@@ -65,6 +65,14 @@ def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> 
     assert ((whole.double() - exact.sum(0)).abs() <= allowed).all()
 
 
+@spmd(2, 3)
+def test_one_element_of_any_stride_is_sent_by_torch_distributed(comm: Any) -> None:
+    with sp.Mesh(comm, transport="distributed", sp=comm.size) as mesh:
+        x = torch.arange(10 * comm.size).view(-1, 10)[comm.rank : comm.rank + 1, 0]
+        found = sp.all_gather(x, comm=mesh["sp"])
+    assert found.tolist() == [10 * rank for rank in range(comm.size)]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

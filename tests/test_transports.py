@@ -296,6 +296,12 @@ def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again
             wait(handle)
 
 
+def test_a_transfer_ends_once_however_often_it_is_tested() -> None:
+    made = base.Transfer([lambda: True], after=(after := Mock()))
+    assert [made.test(), made.test()] == [True, True]
+    after.assert_called_once_with()
+
+
 def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
     host, group = Mock(), Mock(size=2)
     for made in (
