@@ -90,22 +90,38 @@ def numbers(*traffic: cost.Both) -> str:
     )
 
 
-@pytest.mark.parametrize("name", SENT)
-def test_four_ranks_send_what_was_counted_by_hand(name: str) -> None:
-    """Hybrid has two groups of two ranks. With groups of one rank it is ring, with one Ulysses."""
-    change, counted = SENT[name]
+def sent(**change: Any) -> dict[str, list[cost.Both]]:
+    """Return by scheme what each of four ranks sends. Hybrid has two groups of two ranks."""
     problem = replace(cost.Attention(QUERIES, QUERIES, sp.Mask(), 2, 6, 3, 5, 2), **change)
     alone, pairs, whole = [[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]
     schemes = (cost.allgather_kv, cost.ring, cost.ulysses)
-    sent = {each.__name__: [each(problem, rank) for rank in range(4)] for each in schemes}
-    sent["hybrid"] = [cost.hybrid(problem, *divmod(rank, 2), pairs) for rank in range(4)]
-    assert [f"{scheme} {numbers(*each)}" for scheme, each in sent.items()] == [
+    found = {each.__name__: [each(problem, rank) for rank in range(4)] for each in schemes}
+    found["hybrid"] = [cost.hybrid(problem, *divmod(rank, 2), pairs) for rank in range(4)]
+    assert found["ring"] == [cost.hybrid(problem, rank, 0, alone) for rank in range(4)]
+    assert found["ulysses"] == [cost.hybrid(problem, 0, rank, whole) for rank in range(4)]
+    return found
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_four_ranks_send_what_was_counted_by_hand(name: str) -> None:
+    """With groups of one rank hybrid attention is the ring, with one group it is Ulysses."""
+    change, counted = SENT[name]
+    assert [f"{scheme} {numbers(*each)}" for scheme, each in sent(**change).items()] == [
         line.strip() for line in counted.strip().splitlines()
     ]
-    assert sent["ring"] == [cost.hybrid(problem, rank, 0, alone) for rank in range(4)]
-    assert sent["ulysses"] == [cost.hybrid(problem, 0, rank, whole) for rank in range(4)]
+
+
+@pytest.mark.parametrize("keys", [QUERIES, OTHER], ids=["alike", "other lengths"])
+@pytest.mark.parametrize("learns", [False, True])
+def test_gradients_of_keys_travel_with_those_of_values(keys: sp.Sharding, learns: bool) -> None:
+    """`learns` says whether q needs a gradient, too."""
+    both, k, v = (
+        sent(kv_sharding=keys, needs_grad=(learns, *needed))
+        for needed in ((True, True), (True, False), (False, True))
+    )
+    assert both == k == v
 
 
 def test_a_pair_of_parallel_layers_sends_what_was_counted_by_hand() -> None:
-    sent = [cost.tp_sp(QUERIES, rank, batch=2, hidden=5, itemsize=2) for rank in range(4)]
-    assert numbers(*sent) == "0 200 0 320, 0 160 0 220, 0 240 0 420, 0 120 0 120"
+    traffic = [cost.tp_sp(QUERIES, rank, batch=2, hidden=5, itemsize=2) for rank in range(4)]
+    assert numbers(*traffic) == "0 200 0 320, 0 160 0 220, 0 240 0 420, 0 120 0 120"

@@ -216,9 +216,11 @@ def test_each_prompt_of_each_seed_has_random_numbers_of_its_own() -> None:
     assert (Sampling().seed, signature(create).parameters["seed"].default) == (0, 0)
 
 
-@pytest.mark.parametrize(("limits", "count"), [({"top_k": 3}, 3), ({"top_p": 0.5}, 2)])
+@pytest.mark.parametrize(
+    ("limits", "count"), [({"top_k": 3}, 3), ({"top_p": 0.5}, 2), ({"top_k": 2, "top_p": 0.5}, 1)]
+)
 def test_as_many_tokens_are_chosen_from_as_the_limits_leave(limits: Any, count: int) -> None:
-    """Four tokens are equally likely. top_k=3 leaves three of them, and top_p=0.5 leaves two."""
+    """Four tokens are equally likely. top_p=0.5 leaves half of those that top_k leaves."""
     rule = Sampling(1.0, **limits)
     drawn = {rule.choose(torch.zeros(4), rule.random(prompt)) for prompt in range(50)}
     assert drawn == {*range(count)}
