@@ -118,7 +118,7 @@ def test_a_command_without_prompts_is_refused(
 
 
 def test_generation_config_says_which_tokens_end_a_text(folder: Path) -> None:
-    for ends, wanted in ((7, (7,)), ([7, 8], (7, 8)), (None, CASE.stops)):
+    for ends, wanted in ((0, (0,)), ([7, 8], (7, 8)), ([], ()), (None, CASE.stops)):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         assert LlamaConfig.from_folder(folder).eos_token_id == wanted
 

@@ -18,7 +18,7 @@ from torch.nn import Linear
 
 import sp_core as sp
 from sp_core.llama import Llama, generate
-from sp_core.llama.train import backward, train_step
+from sp_core.llama.train import backward, load_training, save_training, train_step
 from sp_core.testing import spmd
 
 CASE = Case((6, 3), layers=1)
@@ -33,6 +33,8 @@ def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
         backward(model, [[1, 2, 3], [4, 5]], layout=layout)
         dealt = [call(5, 2)] if comm.size == 2 else [call(3, 2), call(2, 2)]
         assert layout.call_args_list == dealt
+        own = [[3], [1, 2]][mesh["dp"].rank - 1]  # the first of two replicas has two tokens
+        assert backward(model, [own], own=True) == backward(model, [[1, 2], [3]][: axes["dp"]])
         with pytest.raises(sp.CollectiveMismatch, match="alike"):
             backward(model, [[1, 2, 3 + (comm.rank == 1)]], own=True)
         with pytest.raises(sp.CollectiveMismatch, match="of own"):
@@ -155,6 +157,25 @@ def test_a_rate_that_was_saved_replaces_one_of_another_type(
         before.save(folder)
         after.load(folder)
         assert after.optimizer.param_groups[0]["lr"] == rates[0]
+
+
+@spmd(1)
+def test_moments_stay_with_their_weights_where_earlier_weights_have_none(
+    comm: Any, tmp_path: Path
+) -> None:
+    with sp.Mesh(comm, tp=1) as mesh:
+        model, folder = CASE.model(mesh), shared(comm, tmp_path) / "a"
+        next(model.parameters()).requires_grad_(False)
+        made = [torch.optim.AdamW(model.parameters(), lr=0.01) for _ in "ab"]
+        train_step(model, made[0], [[1, 2]], max_norm=1.0)
+        save_training(model, folder, step=1, optimizer=made[0])
+        load_training(model, folder, optimizer=made[1])
+    before, after = (
+        {number: of["exp_avg"].tolist() for number, of in x.state_dict()["state"].items()}
+        for x in made
+    )
+    assert len(before) == len(list(model.parameters())) - 1
+    assert after == before
 
 
 @spmd(1)
