@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 
 from sp_core import transport
@@ -20,6 +21,7 @@ from sp_core.testing import profiles, session
 from sp_core.testing.session import Remarks, Session, Tally
 from sp_core.transport import cuda
 
+CONSTANT = 0x5EED_0F_5EED
 REMARKS: Remarks = {
     ("event", "odd", "1"): 0.0,
     ("feature", "scheme=ring"): 0.0,
@@ -198,6 +200,24 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     assert found.print_blob
     assert {*found.phases} == {*Phase} - {Phase.explain}
     assert {*found.suppress_health_check} == {*profiles.SUPPRESSED}
+
+
+def test_constants_of_the_modules_of_a_project_are_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (module := ModuleType("project")).__file__ = str(tmp_path / "project.py")
+    (tmp_path / "project.py").write_text(f"x = {CONSTANT}")
+    monkeypatch.setitem(sys.modules, "project", module)
+    drawn = set[int]()
+
+    @settings(max_examples=300, derandomize=True, database=None)
+    @given(st.integers(CONSTANT - 2**30, CONSTANT + 2**30))
+    def draw(number: int) -> None:
+        drawn.add(number)
+
+    draw()
+    assert len(drawn) > 100
+    assert CONSTANT not in drawn
 
 
 @pytest.mark.parametrize("named", [None, "soak", "quick", "of the project"])

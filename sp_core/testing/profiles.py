@@ -4,6 +4,9 @@ The examples are the same in every run for the profiles `pr` (the default, 60 ex
 (25) and `brief` (6). Every run draws different examples for `soak` (3) and `explore` (SP_EXAMPLES,
 by default 5000). SP_PROFILE names the profile.
 
+Hypothesis itself also draws constants that it finds in the loaded modules of the project. Once this
+module is imported it does not, or examples would change with every edit of the project.
+
 If a profile that a project has registered itself is loaded instead, the values in which it differs
 from Hypothesis' profile `default` replace those of `pr`; its deadline does not.
 """
@@ -14,6 +17,8 @@ import os
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 DEFAULT = "pr"
 SUPPRESSED = (
@@ -41,6 +46,7 @@ _TAKEN_FROM_TEST = (
 )
 
 
+vars(providers)["_get_local_constants"] = Constants  # there is no setting for it
 for _name, _values in _OWN.items():
     settings.register_profile(
         _name,

@@ -7,19 +7,15 @@ Every rank draws the same examples, because all have one seed and get the outcom
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import sys
 import tempfile
-from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 
 import pytest
 from torch import distributed
 
-import sp_core
 from sp_core import failing
 from sp_core.testing import session
 from sp_core.testing.outcome import FINISHED, outcome_of
@@ -35,15 +31,8 @@ os.environ["PYTEST_DEBUG_TEMPROOT"] = FOLDER.name
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
-    """Start the process group; nothing may import mpi4py.
-
-    Hypothesis draws constants of the modules that are loaded. So all modules are loaded first: a
-    module that only some ranks load later would make the ranks draw different examples.
-    """
+    """Start the process group; nothing may import mpi4py."""
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
-    for module in pkgutil.walk_packages(sp_core.__path__, "sp_core."):
-        with suppress(ImportError):
-            importlib.import_module(module.name)
     failing.hooked = True  # the session outlives the errors of its tests
     distributed.init_process_group("gloo", timeout=LIMIT)
     session.current.ranks, session.current.attempt = distributed.get_world_size(), attempt
