@@ -246,13 +246,13 @@ def add_arguments(commands: Any) -> None:
         ("--seq", None, "tokens"),
         ("--ranks", None, "number of ranks"),
         ("--heads", None, "query heads"),
-        ("--kv-heads", 0, "key/value heads (default: as many as heads)"),
+        ("--kv-heads", None, "key/value heads (default: as many as heads)"),
         ("--head-dim", 128, "default: %(default)s"),
         ("--batch", 1, "default: %(default)s"),
         ("--ranks-per-node", 1, "default: %(default)s"),
     ):
         made.add_argument(
-            name, type=int, default=default, required=default is None, metavar="N", help=text
+            name, type=int, default=default, required="default" not in text, metavar="N", help=text
         )
     made.add_argument(
         "--dtype",
@@ -301,7 +301,8 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         raise ValueError(
             f"--flops is {options.flops}: pass the operations per second of a rank, such as 100e12."
         )
-    sizes = options.seq, options.batch, options.heads, options.kv_heads or options.heads
+    kv_heads = options.heads if options.kv_heads is None else options.kv_heads
+    sizes = options.seq, options.batch, options.heads, kv_heads
     problem = Problem(
         *(*sizes, options.head_dim, getattr(torch, options.dtype).itemsize),
         *(options.ranks, options.ranks_per_node, inside or network, network),

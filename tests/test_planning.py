@@ -143,6 +143,7 @@ ARGUMENTS = [
         *(([f"--{name}", "-1"], "at least 1") for name in SIZES),
         (["--ranks", "0"], "at least 1"),
         (["--heads", "0"], "at least 1"),
+        (["--kv-heads", "0"], "at least 1"),
         (["--seq", str(128 * 2**34)], "at most 2**40"),
         (["--link", "quick"], "RATE,LATENCY"),
         (["--show", "0"], "--show is 0: pass at least 1"),
