@@ -197,7 +197,7 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
     monkeypatch.setattr(doctor, "faulthandler", limit)
     assert doctor.main() == code
     assert limit.mock_calls == [
-        call.dump_traceback_later(120, exit=True),
+        call.dump_traceback_later(300, exit=True),
         call.cancel_dump_traceback_later(),
     ]
     assert capsys.readouterr().out == ("" if rank and job else f"{doctor.report(found)}\n")
