@@ -251,9 +251,8 @@ def outcome(call: Call, difference: Difference, comm: Any) -> str:
         The error with which the library refused the call, or an empty text.
     """
     if difference.everywhere or comm.rank == comm.size - 1:
-        call.arguments[difference.parameter] = difference.change(
-            call.arguments[difference.parameter]
-        )
+        changed = difference.change(call.arguments[difference.parameter])
+        call.arguments = call.arguments | {difference.parameter: changed}  # `judge` has the old
     try:
         result = finished(call())
     except REFUSALS as error:
