@@ -160,6 +160,7 @@ def test_any_problem_with_packs_is_the_reference(row: Row, seed: int) -> None:
         (2, [*range(12)], [*range(12)], (0, 3, 5, 9, 12)),
         (1, [*range(9, 13)], [0, 1, *range(9, 13)], (0, 20)),
         (1, [*range(4, 12)], [*range(8)], (0, 3, 5, 8, 12)),
+        (1, [*range(12)], [0, 1, 4, 5, 8, 9], (0, 4, 8, 12)),
     ],
 )
 def test_packs_of_these_positions_are_the_reference(

@@ -247,6 +247,17 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
             assert all(torch.equal(x, wanted[what]) for what, x in found.items()), turn
 
 
+MESSAGES: dict[str, tuple[str, Any, Any]] = {
+    "mpi": ("ring", sp.ring_attention, lambda window: vars(window).update(exchange=None)),
+    "bruck": (
+        "allgather_kv",
+        sp.allgather_kv_attention,
+        lambda window: vars(window.blocks).update(enter=None),
+    ),
+}
+"""By algorithm a scheme that then sends messages, and what it does not use of a window."""
+
+
 @spmd(3)
 def test_another_algorithm_is_respected_and_other_transports_have_messages(comm: Any) -> None:
     for transport, algorithm, in_place in (
@@ -262,11 +273,10 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
                 is_read(mesh["sp"], "shift"),
             ) == in_place
             assert not is_read(mesh["one"], "shift")
-            if (transport, algorithm) == ("window", "mpi"):
-                vars(mesh["sp"].window)["exchange"] = None
-                check_attention(
-                    "ring", functools.partial(sp.ring_attention, comm=mesh["sp"]), PLAIN, mesh["sp"]
-                )
+            if algorithm in MESSAGES:
+                name, scheme, break_unused = MESSAGES[algorithm]
+                break_unused(mesh["sp"].window)
+                check_attention(name, functools.partial(scheme, comm=mesh["sp"]), PLAIN, mesh["sp"])
 
 
 def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

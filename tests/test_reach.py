@@ -121,6 +121,7 @@ def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
         [[rank, size + rank, 60 + rank] for rank in range(size)],
         [[*range(0, 17, 2)], [*range(3, 17, 4), *range(1, 17, 4)], *[[]] * (size - 2)],
         [*[[]] * (size - 2), [0], [*range(1, 17)]],
+        [*[[]] * (size - 2), [0, 2, 4], [3, 5, 7]],  # equal steps, but not every position
     ]
     cuts: list[tuple[int, ...]] = [(), (1,), (5,), (22,), (1, 2, 4, 9), (1, size + 1, size + 2)]
     cuts += [*(tuple(range(by, 17, by)) for by in (1, 2, 3)), tuple(range(size + 2, 23))]
