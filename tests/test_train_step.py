@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -75,10 +76,15 @@ def test_a_weight_that_is_frozen_after_a_step_stays_as_it_is(comm: Any) -> None:
 
 @spmd(2, 3)
 def test_tensor_ranks_with_unequal_numbers_of_tokens_take_as_many_chunks(comm: Any) -> None:
+    """With chunks, backward repeats the all-reduce of the feed-forward over all tokens."""
+    losses, sent = list[float](), list[int]()
     with sp.Mesh(comm, tp=comm.size) as mesh:
-        model = CASE.model(mesh, tp_sp=True)
-        losses = [backward(model, [[1, 2, 3, 4, 5]], chunk=chunk) for chunk in (None, 1)]
-        torch.testing.assert_close(*losses)
+        for tp_sp, chunk in product((True, False), (None, 1)):
+            mesh["tp"].counters.reset()
+            losses.append(backward(CASE.model(mesh, tp_sp=tp_sp), [[1, 2, 3, 4, 5]], chunk=chunk))
+            sent.append(mesh["tp"].counters["all_reduce"].bytes_sent)
+    torch.testing.assert_close(losses, losses[:1] * 4)
+    assert sent[3] - sent[2] == 5 * CASE.hidden * 8
 
 
 DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
