@@ -354,6 +354,22 @@ def test_a_parameter_that_is_given_twice_counts_once(comm: Any) -> None:
         assert y.grad.tolist() == [comm.size] * 2
 
 
+@spmd(2)
+def test_a_frozen_layer_has_frozen_parts(comm: Any) -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    with sp.Mesh(comm, tp=2) as mesh:
+        for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear):
+            part = kind.from_linear(frozen, comm=mesh["tp"])
+            assert [x.requires_grad for x in part.parameters()] == [False, False]
+
+
+def test_what_dropout_keeps_is_rounded_once() -> None:
+    x = torch.arange(1.0, 65.0, dtype=torch.bfloat16).view(1, -1, 1)
+    out = sp.dropout(x, 0.1, seed=0, positions=range(64))
+    assert torch.equal(out[out != 0], (x.double() / 0.9).bfloat16()[out != 0])
+    assert 0 < out.count_nonzero() < 64
+
+
 def test_an_element_stays_whose_number_is_the_chance() -> None:
     """An element is dropped if its number in [0, 1) is below p. Here p is that number."""
     number = float(uniform(5, [[0], [3], [0]]))
