@@ -134,6 +134,7 @@ def test_a_training_goes_on_with_the_same_bits_on_any_mesh(
         made = {"seed": 9, "dtype": getattr(torch, case.dtype), "tp_sp": tp_sp[1]}
         after = Training(create(case.config, mesh, **made), optimizer, scheduler, seed=9)
         after.go(1)
+        after.optimizer.param_groups[0]["foreach"] = False  # it was saved as None
         after.load(folder / "before")
         assert after.step == steps
         after.save(folder / "after", max_file_bytes=limit)
@@ -282,6 +283,10 @@ def test_a_broken_checkpoint_is_refused_on_every_rank_and_changes_nothing(
             assert len(set(comm.allgather(str(caught.value)))) == 1
         with pytest.raises(TypeError, match="a name or a Path"):
             training.load(3)  # type: ignore[arg-type]
+        own = type("MultiStepLR", (SCHEDULES.MultiStepLR,), {"load_state_dict": float})
+        training.scheduler.__class__ = own  # it takes no dict
+        with pytest.raises(TypeError, match="not 'dict'"):
+            training.load(folder / "good")
         training.step = np.int64(2)
         training.save(folder / "later")
         assert contents(folder / "now") == contents(folder / "later")
@@ -312,11 +317,7 @@ OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], object]]] = {
         with_rate(torch.tensor(0.1)),
     ),
     "a set of rates": (sp.CheckpointError, r"lr of .* is \{0\.1\}", with_rate({0.1})),
-    "a set in a list": (
-        sp.CheckpointError,
-        r"an entry of .* is \{0\.1\}",
-        with_rate([{0.1}]),
-    ),
+    "a set in a list": (sp.CheckpointError, r"an entry of .* is \{0\.1\}", with_rate([{0.1}])),
     "a step below 0": (
         ValueError,
         "step=-1 was given; pass at least 0",

@@ -93,13 +93,12 @@ def test_a_pipelined_sum_hides_behind_messages_to_other_nodes_only() -> None:
     """Inside a node the core that adds also copies the messages, so both times add up."""
     messages, sums = straight(1e-9, 1e-9), straight(1e-9, 2e-9)
     known = replace(PLAIN, links={"node": messages, "network": messages}, add=sums)
-    near, far = (
-        modelled(known, "all_reduce", "segmented_ring", nodes, 1 << 26)
-        for nodes in ((0, 0), (0, 1))
-    )
-    n = 1 << 26  # bytes: each of two ranks sends half twice, adds half once
+    n, nodes = 1 << 26, ((0, 0), (0, 1), (0, 0, 1, 1))
+    near, far, four = (modelled(known, "all_reduce", "segmented_ring", at, n) for at in nodes)
+    # each of two ranks sends half of n bytes twice, adds half once
     assert near == pytest.approx(n * 1e-9 + n / 2 * 2e-9, rel=0.02)
     assert far == pytest.approx(n * 1e-9, rel=0.02)
+    assert four == pytest.approx(6 * n / 4 * 1e-9, rel=0.02)  # each has a neighbour elsewhere
 
 
 def test_what_was_measured_corrects_the_model() -> None:
@@ -277,7 +276,7 @@ def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(folder.iterdir()) == [path]
     (folder / "any").touch()
     assert path.stat().st_mode == (folder / "any").stat().st_mode  # others may read it, too
-    for year, mpi in (("2025", "y"), ("2027", "z"), ("2024", "w")):
+    for year, mpi in (("2025", "y"), ("2027", "v"), ("2024", "w")):
         other = replace(known, fingerprint={"host": "here", "mpi": mpi}, measured_at=year)
         save(other, default_path(other.fingerprint))
     newest = latest("here")

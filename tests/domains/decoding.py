@@ -280,7 +280,7 @@ SUBJECTS = [
         | FEW_CALLS,
         generated,
         allowed=("stop=too many", "stop_strings=too many", "on_token=gpipe", "on_token=contiguous"),
-        together=(ENDING,),
+        together=(ENDING, ENDING | {"model.stops": "some", "stop": "none"}),
     ),
     on_model(
         "llama.prefill_unequal",
