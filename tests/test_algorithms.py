@@ -81,12 +81,16 @@ def test_an_algorithm_equals_the_definition(
 
 @spmd(2)
 def test_ranks_with_unequal_pieces_cut_an_exchange_alike(comm: Any) -> None:
-    """Rank 0 sends two numbers and receives three, which one call may have; rank 1 sends four."""
+    """Rank 0 sends and receives three numbers, which one call may have; rank 1 sends six.
+
+    Of the numbers after the first of each piece, rank 1 has as many in all pieces, but not rank 0.
+    """
     with sp.Mesh(comm, sp=comm.size) as mesh:
         mesh["sp"].transport = CARRIERS["host in parts"](mesh["sp"])
-        x = torch.full((2, comm.rank + 1), comm.rank)
-        found = sp.all_to_all(x, split_dim=0, concat_dim=1, comm=mesh["sp"], algorithm="mpi")
-    assert found.tolist() == [[0, 1, 1]]
+        x = torch.full((3, comm.rank + 1), comm.rank)
+        how: Any = {"split_dim": 0, "concat_dim": 1, "split_sizes": (1, 2), "algorithm": "mpi"}
+        found = sp.all_to_all(x, comm=mesh["sp"], **how)
+    assert found.tolist() == [[0, 1, 1]] * (comm.rank + 1)
 
 
 def test_scratch_lends_the_smallest_block_that_fits_and_keeps_the_largest() -> None:

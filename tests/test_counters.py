@@ -54,6 +54,16 @@ def test_ranks_that_agree_send_a_digest_to_each_other(comm: Any) -> None:
         assert mesh["sp"].counters["control"].bytes_sent == (32 if comm.size > 1 else 0)
 
 
+@spmd(1)
+def test_a_snapshot_stays_as_it_is(comm: Any) -> None:
+    with sp.Mesh(comm, sp=1) as mesh:
+        told = []
+        for _ in range(2):
+            sp.all_reduce(torch.ones(9), comm=mesh["sp"])
+            told.append(mesh["sp"].counters.snapshot())
+    assert [every["all_reduce"]["calls"] for every in told] == [1, 2]
+
+
 def test_the_table_has_every_case_and_no_other() -> None:
     names = [f"{case.id} P={ranks}" for ranks in counters.SIZES for case in counters.chosen(ranks)]
     assert sorted(counters.load()) == sorted(names)

@@ -152,6 +152,7 @@ def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
         ]
         usual, *others = [made.run().clone() for made in plans]
         assert all(torch.equal(usual, other) for other in others)
+        assert sp.plan(op, shared.view(torch.int32), comm=group).algorithm == "mpi"
         room = sp.shared_empty((2 * count,), comm=group)
         for start, algorithm in ((count, plans[0].algorithm), (comm.rank, "mpi")):
             part = room[start : start + count].copy_(values)  # at one place or at several

@@ -26,6 +26,7 @@ from resources.held import COMMUNICATORS, MEMORY, caches, counts, left_behind, o
 import sp_core as sp
 from sp_core.collectives import maps
 from sp_core.communicator import MAX_TAG
+from sp_core.observer import LEFT_TAG
 from sp_core.schedules import ALGORITHMS, SCHEDULED
 from sp_core.testing import run_threads, spmd, tier
 from sp_core.transport import NAMES
@@ -143,8 +144,13 @@ def test_everything_public_is_called() -> None:
 
 @spmd(2)
 def test_the_thousandth_call_is_like_the_first(comm: Any) -> None:
-    """Calls use messages (whose tags begin anew), shared memory, and MPI's collectives in turn."""
+    """Calls use messages (whose tags begin anew), shared memory, and MPI's collectives in turn.
+
+    No tag is that of the notices of ranks that leave.
+    """
     with sp.Mesh(comm, transport="window", check="off", sp=2) as mesh:
+        mesh["sp"]._tags = itertools.count(MAX_TAG - 100)
+        assert LEFT_TAG not in {mesh["sp"].next_tag() for _ in range(200)}
         mesh["sp"]._tags = itertools.count(MAX_TAG - 100)
         for number in range(1000):
             x = torch.full((number % 5 + 1,), float(comm.rank + number))
