@@ -119,7 +119,6 @@ DEFAULTS: dict[str, set[float]] = {
             "dim",
             "dropout",
             "first",
-            "kv_heads",
             "last",
             "longest",
             "messages",

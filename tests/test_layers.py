@@ -354,6 +354,17 @@ def test_a_parameter_that_is_given_twice_counts_once(comm: Any) -> None:
         assert y.grad.tolist() == [comm.size] * 2
 
 
+@spmd(2, 4)
+def test_ranks_sum_gradients_of_several_dtypes_in_one_order(comm: Any) -> None:
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    weights = [nn.Parameter(torch.ones(n, dtype=dtype)) for n, dtype in enumerate(dtypes, 1)]
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        copies = sp.copy_all_to_group(weights, comm=mesh["tp"])
+        torch.cat([x.double() for x in copies]).sum().backward()
+        reduce_gradients(weights, data=mesh["tp"])
+    assert [x.grad.unique().tolist() for x in weights] == [[comm.size**2]] * 4
+
+
 @spmd(2)
 def test_a_frozen_layer_has_frozen_parts(comm: Any) -> None:
     frozen = nn.Linear(4, 4).requires_grad_(False)

@@ -178,9 +178,11 @@ def test_checks_are_made_again_after_an_error_in_a_block_without_them(comm: Any)
 
 
 @spmd(4, 6)
-def test_lengths_are_those_of_ranks_in_another_order_of_axes(comm: Any) -> None:
-    with sp.Mesh(comm, a=2, b=comm.size // 2) as mesh:
+def test_lengths_and_nodes_are_those_of_ranks_in_another_order_of_axes(comm: Any) -> None:
+    half = comm.size // 2
+    with sp.Mesh(comm, nodes=[0] * half + [1] * half, a=2, b=half) as mesh:
         group = mesh["b", "a"]
+        assert group.nodes == (0, 1) * half
         found = sp.all_gather(torch.full((group.rank,), group.rank), comm=group)
     assert found.tolist() == [rank for rank in range(comm.size) for _ in range(rank)]
 

@@ -20,7 +20,7 @@ FILES = (
     "test_schemes.py::test_a_scheme_gives_what_one_device_gives",
     "test_errors.py::test_what_is_wrong_on_one_rank_of_a_grid_is_raised_on_all",
     "test_errors.py::test_a_freed_communicator",
-    "test_mesh.py::test_lengths_are_those_of_ranks_in_another_order_of_axes",
+    "test_mesh.py::test_lengths_and_nodes_are_those_of_ranks_in_another_order_of_axes",
     "kit/case_torchrun.py",
 )
 """Tests of laws, with few examples, and tests of features that only these processes have."""

@@ -276,6 +276,7 @@ def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(folder.iterdir()) == [path]
     (folder / "any").touch()
     assert path.stat().st_mode == (folder / "any").stat().st_mode  # others may read it, too
+    (folder / "tuning-0.json").write_text("damaged")
     for year, mpi in (("2025", "y"), ("2027", "v"), ("2024", "w")):
         other = replace(known, fingerprint={"host": "here", "mpi": mpi}, measured_at=year)
         save(other, default_path(other.fingerprint))

@@ -24,6 +24,14 @@ def generated(prompts: list[list[int]], count: int) -> Any:
     return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
 
 
+def other_decoder(mesh: sp.Mesh, here: bool) -> object:
+    model = CASE.model(mesh)
+    long, short = Decoder(model, [3]), Decoder(model, [3])
+    long.prefill([[1, 2]])
+    short.prefill([[1]])
+    return (short if here else long).decode([[3]])
+
+
 def decoded(tokens: Any, **more: Any) -> Any:
     def decode(mesh: sp.Mesh, here: bool) -> object:
         decoder = Decoder(CASE.model(mesh), [3, 2], **more)
@@ -200,6 +208,11 @@ ON_ONE_RANK: Table = {
             )
             for name in names
         },
+        "another decoder": (
+            sp.CollectiveMismatch,
+            "decode([[3]]) after [1]",
+            other_decoder,
+        ),
         "rows of another length": (
             sp.CollectiveMismatch,
             "pass_tokens=2",
