@@ -211,7 +211,7 @@ ON_ONE_RANK: Table = {
         "another decoder": (
             sp.CollectiveMismatch,
             "decode([[3]]) after [1]",
-            other_decoder,
+            sending(other_decoder),
         ),
         "rows of another length": (
             sp.CollectiveMismatch,
