@@ -156,13 +156,14 @@ def test_a_head_without_a_sink_has_a_gradient_where_nothing_is_seen() -> None:
     assert grad[0] == 0
 
 
-def test_a_backward_inside_autocast_is_that_outside() -> None:
-    found, x = list[Tensor](), [each.requires_grad_() for each in torch.randn(3, 1, 6, 2, 8)]
-    for inside in (False, True):
-        out = attention_of(*x, softcap=5.0).sum()
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-            found += torch.autograd.grad(out, x)
-    assert all(map(torch.equal, found[:3], found[3:]))
+def test_attention_inside_autocast_is_that_outside() -> None:
+    found, x = [], [each.requires_grad_() for each in torch.randn(3, 1, 6, 2, 8)]
+    for forward, backward in product((False, True), repeat=2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+            out = attention_of(*x, softcap=5.0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+            found.append(torch.cat([out, *torch.autograd.grad(out.sum(), x)]))
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 def test_equal_softcaps_of_any_type_make_equal_logits() -> None:

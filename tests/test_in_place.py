@@ -247,12 +247,25 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
             assert all(torch.equal(x, wanted[what]) for what, x in found.items()), turn
 
 
+@spmd(3)
+def test_keys_in_shared_memory_count_as_those_elsewhere(comm: Any) -> None:
+    x, counts = torch.ones(1, 4, 1, 2), list[int]()
+    given: Any = {"sharding": sp.Sharding.contiguous(12, 3), "mask": sp.Mask(True, window=3)}
+    with sp.Mesh(comm, transport="window", sp=3) as mesh:
+        home = [sp.shared_empty(x.shape, comm=mesh["sp"]).copy_(x) for _ in "kv"]
+        for k, v in ((x, x), home):
+            mesh["sp"].counters.reset()
+            sp.ring_attention(x, k, v, comm=mesh["sp"], **given)
+            counts.append(mesh["sp"].counters["ring"].bytes_sent)
+    assert counts == [2 * 2 * 2 * x.itemsize * (comm.rank > 0)] * 2  # two tokens of k and of v
+
+
 MESSAGES: dict[str, tuple[str, Any, Any]] = {
-    "mpi": ("ring", sp.ring_attention, lambda window: vars(window).update(exchange=None)),
+    "mpi": ("ring", sp.ring_attention, lambda window: window.__dict__.update(exchange=None)),
     "bruck": (
         "allgather_kv",
         sp.allgather_kv_attention,
-        lambda window: vars(window.blocks).update(enter=None),
+        lambda window: window.blocks.__dict__.update(enter=None),
     ),
 }
 """By algorithm a scheme that then sends messages, and what it does not use of a window."""
