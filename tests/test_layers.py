@@ -303,6 +303,18 @@ def test_layers_that_share_an_input_give_the_gradients_that_are_needed(comm: Any
 
 
 @spmd(2)
+def test_a_weight_learns_from_an_input_that_does_not(comm: Any) -> None:
+    y, weight = torch.arange(12.0).view(1, 6, 2), torch.ones(4, 2, requires_grad=True)
+    with sp.Mesh(comm, sp=2) as mesh:
+        for _ in range(2):
+            out = linear_scatter(y, weight, comm=mesh["sp"], lengths=(3, 3))
+            out.sum().backward()
+            y.requires_grad_()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, 2 * y.sum((0, 1)).expand(4, 2))
+
+
+@spmd(2)
 def test_chunks_of_tokens_may_add_up_beyond_float16_in_gradients_of_weights(comm: Any) -> None:
     """The chunks add 2^15, 2^15, -2^15 and 0."""
     half: Any = {"dtype": torch.float16, "device": device()}

@@ -35,3 +35,10 @@ def test_the_frequencies_and_the_length_are_those_of_the_scaling(
         made.frequencies, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=0
     )
     assert made.amplitude == pytest.approx(reference.llama_amplitude(scaling), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_rotated_in_float32(dtype: torch.dtype) -> None:
+    x, rope = torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(0)), sp.Rope(8)
+    wanted = rope.apply(x.to(dtype).float(), range(9)).to(dtype)
+    assert torch.equal(rope.apply(x.to(dtype), range(9)), wanted)

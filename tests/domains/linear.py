@@ -183,7 +183,15 @@ SUBJECTS = [
             }
         },
         partial(on_ranks, name),
-        together=({"(tokens)": "all on every rank"},),
+        together=(
+            {"(tokens)": "all on every rank"},
+            {
+                "(tokens)": "all on every rank",
+                "(autocast)": "on",
+                "linear.dtype": "float32",
+                "linear.bias": "False",
+            },
+        ),
         covers=tuple(f"{name}.{method}" for method in ("from_linear", "to_linear", "forward")),
     )
     for name, of in SPLIT.items()

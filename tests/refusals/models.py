@@ -257,11 +257,14 @@ ON_ONE_RANK: Table = {
             "no placement",
             lambda mesh, here: clipped(mesh, placed=not here),
         ),
-        "a norm that is not finite": (
-            ValueError,
-            "norm of the gradients is inf",
-            sending(lambda mesh, here: clipped(mesh, grad=torch.inf)),
-        ),
+        **{
+            f"a norm that is {wrong}": (
+                ValueError,
+                f"norm of the gradients is {wrong}",
+                sending(lambda mesh, here, wrong=wrong: clipped(mesh, grad=wrong)),  # type: ignore[misc]
+            )
+            for wrong in (torch.inf, torch.nan)
+        },
         "another norm": (
             sp.CollectiveMismatch,
             "max_norm=2.0",
