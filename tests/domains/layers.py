@@ -211,7 +211,9 @@ class Problem:
         is_norm, chunk = isinstance(owner, sp.LayerNorm), self.drawn.get("chunk")
         chunks = -(-batch * seq_len // chunk) if chunk and isinstance(owner, nn.Linear) else 0
         added = terms * unit_roundoff(dtype if is_norm else accumulation_dtype(dtype))
-        return added + chunks * unit_roundoff(dtype)
+        # angles of up to `end` radians are rounded here and in the reference
+        angles = 2 * self.sharding.end if self.drawn.get("rope") else 0
+        return added + chunks * unit_roundoff(dtype) + angles * unit_roundoff(torch.float64)
 
     def expected(self, weights: Weights) -> reference.Reference:
         """Return the reference's values and error scales by name."""
