@@ -46,8 +46,8 @@ WITHOUT_MPI = ("pytest", "hypothesis", "covertable", "markdown-it-py")
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")
 """Print the stacks if a test does not end within 300 seconds, and exit."""
 
-SPREAD = ("--dist", "worksteal", "-n", str(min((os.cpu_count() or 1) + 1, 4)))
-"""Use one process more than cores, because some tests wait. Tests of every MPI wait most of all."""
+SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
+"""Use one process more than cores, because some tests wait. A second one was no quicker."""
 
 NOTHING_CHOSEN = 5  # pytest's exit code
 HELPED = bool({"-h", "--help"} & {*sys.argv})
@@ -211,10 +211,10 @@ def tests(session: nox.Session, mpi: str) -> None:
     first, named = mpi == MPIS[0], session.posargs
     pytest = (_prepare(session, mpi), "-m", "pytest", "tests")
     launch = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1800", "--")
-    chosen = SPREAD if first else (*SPREAD[:-1], "6", "-m", "every_mpi")
+    chosen = () if first else ("-m", "every_mpi", "-n", "6")  # these wait for what they start
     left_out = [] if first or named else [f"--ignore-glob=*/test_{name}.py" for name in ABOVE]
     session.run(
-        *(*pytest, *chosen, *UNENDED, *_junit(f"{mpi}-threads"), *named),
+        *(*pytest, *SPREAD, *UNENDED, *_junit(f"{mpi}-threads"), *chosen, *named),
         env={"SP_PROFILE": os.environ.get("SP_PROFILE", "quick")},
         success_codes=[0, NOTHING_CHOSEN] if named else [0],  # they may exist under mpiexec only
     )

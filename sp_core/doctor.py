@@ -42,7 +42,8 @@ from sp_core.transport.cuda_aware import no_device_memory
 from sp_core.tuning import FileError, find
 from sp_core.tuning.files import FOLDER
 
-LIMIT_SECONDS = 300  # then the process prints its stacks and exits; it waits 4 times 60 s at most
+# After this time the process prints its stacks and exits. Its four launches may take 60 s each.
+LIMIT_SECONDS = 300
 PIPE_COLUMNS = 10_000  # do not wrap lines that are written to a file
 LITTLE_SHM = 256 * 2**20
 PROBE = (

@@ -242,17 +242,17 @@ def add_arguments(commands: Any) -> None:
         "plan", help="the best scheme and mesh for a problem, by the model", description=__doc__
     )
     made.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, default, text in (
-        ("--seq", None, "tokens"),
-        ("--ranks", None, "number of ranks"),
-        ("--heads", None, "query heads"),
-        ("--kv-heads", None, "key/value heads (default: as many as heads)"),
-        ("--head-dim", 128, "default: %(default)s"),
-        ("--batch", 1, "default: %(default)s"),
-        ("--ranks-per-node", 1, "default: %(default)s"),
+    for name, required, default, text in (
+        ("--seq", True, None, "tokens"),
+        ("--ranks", True, None, "number of ranks"),
+        ("--heads", True, None, "query heads"),
+        ("--kv-heads", False, None, "key/value heads (default: as many as heads)"),
+        ("--head-dim", False, 128, "default: %(default)s"),
+        ("--batch", False, 1, "default: %(default)s"),
+        ("--ranks-per-node", False, 1, "default: %(default)s"),
     ):
         made.add_argument(
-            name, type=int, default=default, required="default" not in text, metavar="N", help=text
+            name, type=int, required=required, default=default, metavar="N", help=text
         )
     made.add_argument(
         "--dtype",

@@ -81,9 +81,9 @@ def test_an_algorithm_equals_the_definition(
 
 @spmd(2)
 def test_ranks_with_unequal_pieces_cut_an_exchange_alike(comm: Any) -> None:
-    """Rank 0 sends and receives three numbers, which one call may have; rank 1 sends six.
+    """One call moves at most three numbers. Rank 0 sends three, and rank 1 six.
 
-    Of the numbers after the first of each piece, rank 1 has as many in all pieces, but not rank 0.
+    Without its first number each piece of rank 1 has one or more left, and some of rank 0 none.
     """
     with sp.Mesh(comm, sp=comm.size) as mesh:
         mesh["sp"].transport = CARRIERS["host in parts"](mesh["sp"])

@@ -216,7 +216,7 @@ def call(bounds: tuple[int, ...], length: int) -> dict[str, Any]:
 def test_a_poisoned_document_leaves_its_neighbours_alone(
     poison: float, poisoned: list[int]
 ) -> None:
-    """Padding may hold any content, or only v, if it is a document of its own."""
+    """Padding that is a document of its own may hold any content, in all tensors or in v alone."""
     bounds = tuple(range(0, 65, 8))
     tensors = torch.randn(4, 1, 2, 64, 8, generator=torch.Generator().manual_seed(0))
     q, k, v, do = tensors

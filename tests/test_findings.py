@@ -165,16 +165,17 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ),
     ),
     *(
-        (NO_GPU | here, aware, ("CUDA-aware", "note", f"the library {says}"))
+        (
+            NO_GPU | here,
+            aware,
+            ("CUDA-aware", "note", f"the library {says}; not tried: no cuda device"),
+        )
         for here, says in (
-            (library(0), "says no; not tried: no cuda device"),
-            (library(1), "says yes; not tried: no cuda device"),
-            (library(2), "cannot be asked; not tried: no cuda device"),
-            (library(None), "cannot be asked; not tried: no cuda device"),
-            (
-                {"ctypes.CDLL": Mock(side_effect=OSError)},
-                "cannot be asked; not tried: no cuda device",
-            ),
+            (library(0), "says no"),
+            (library(1), "says yes"),
+            (library(2), "cannot be asked"),
+            (library(None), "cannot be asked"),
+            ({"ctypes.CDLL": Mock(side_effect=OSError)}, "cannot be asked"),
         )
     ),
     (GPU, partial(doctor._threads, LEVELS[1]), ("threads", "broken", "funneled", SERIALIZE)),

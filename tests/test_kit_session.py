@@ -205,8 +205,9 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
 def test_constants_of_the_modules_of_a_project_are_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (module := ModuleType("project")).__file__ = str(tmp_path / "project.py")
-    (tmp_path / "project.py").write_text(f"x = {CONSTANT}")
+    module, path = ModuleType("project"), tmp_path / "project.py"
+    module.__file__ = str(path)
+    path.write_text(f"x = {CONSTANT}")
     monkeypatch.setitem(sys.modules, "project", module)
     drawn = set[int]()
 

@@ -230,6 +230,7 @@ def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
 
 @spmd(3)
 def test_long_sums_of_half_types_are_made_in_rank_order(comm: Any) -> None:
+    """Blocks that are added in float32 have their usual length, unlike in test_algorithms."""
     x = torch.ones(1 << 16, dtype=torch.bfloat16)
     with sp.Mesh(comm, sp=3) as mesh:
         assert sp.all_reduce(x, comm=mesh["sp"], deterministic=True).eq(3).all()

@@ -46,7 +46,7 @@ _TAKEN_FROM_TEST = (
 )
 
 
-vars(providers)["_get_local_constants"] = Constants  # there is no setting for it
+vars(providers)["_get_local_constants"] = Constants  # Hypothesis has no setting for it
 for _name, _values in _OWN.items():
     settings.register_profile(
         _name,

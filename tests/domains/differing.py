@@ -252,7 +252,8 @@ def outcome(call: Call, difference: Difference, comm: Any) -> str:
     """
     if difference.everywhere or comm.rank == comm.size - 1:
         changed = difference.change(call.arguments[difference.parameter])
-        call.arguments = call.arguments | {difference.parameter: changed}  # `judge` has the old
+        # a new dict, because `judge` holds the old one: it compares with what the other ranks pass
+        call.arguments = call.arguments | {difference.parameter: changed}
     try:
         result = finished(call())
     except REFUSALS as error:

@@ -119,7 +119,7 @@ def other_order(parallel: Any, mesh: sp.Mesh, dim: int) -> None:
 
 def other_settings(**wrong: Any) -> Callable[[Any, sp.Mesh], object]:
     """Return a use that parallelizes models with equal weights, and wrong settings on rank 1."""
-    # float32 rows of 44 bytes; only all 18 together are words of 8
+    # a row of 11 float32 numbers is no multiple of 8 bytes, but the whole weight (18, 11) is
     one, other = (configured(intermediate_size=11, **settings) for settings in ({}, wrong))
     other.load_state_dict(one.state_dict())
     return lambda parallel, mesh: parallelize(other if mesh.rank else one, mesh)

@@ -31,6 +31,19 @@ def dropout(**changes: Any) -> object:
     return sp.dropout(given.pop("x"), given.pop("p"), **given)
 
 
+OF_DROPOUT: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (TypeError, r"p='\.1'", {"p": ".1"}),
+    (ValueError, "p=1.0", {"p": 1.0}),
+    (ValueError, "p=-0.5", {"p": -0.5}),
+    (ValueError, "seed=-1", {"seed": -1}),
+    (ValueError, "seed=4611686018427387904", {"seed": 2**62}),
+    (TypeError, r"seed=0\.5", {"seed": 0.5}),
+    (sp.ShapeError, "3 positions", {"positions": range(3)}),
+    (sp.ShapeError, "4 positions", {"x": torch.ones(3, 4)}),
+    (sp.ShapeError, "2 features", {"features": range(2)}),
+    (sp.DtypeError, "int64", {"x": torch.ones(1, 4, 3).long()}),
+]
+"""Wrong arguments of `dropout`, which are refused in evaluation, too."""
 ROWS: list[Row] = [
     *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0, HERE)),
     *(
@@ -149,19 +162,6 @@ ROWS: list[Row] = [
     *(
         (error, text, partial(dropout, training=training, **wrong))
         for training in (True, False)
-        for error, text, wrong in list[tuple[type[Exception], str, dict[str, Any]]](
-            [
-                (TypeError, r"p='\.1'", {"p": ".1"}),
-                (ValueError, "p=1.0", {"p": 1.0}),
-                (ValueError, "p=-0.5", {"p": -0.5}),
-                (ValueError, "seed=-1", {"seed": -1}),
-                (ValueError, "seed=4611686018427387904", {"seed": 2**62}),
-                (TypeError, r"seed=0\.5", {"seed": 0.5}),
-                (sp.ShapeError, "3 positions", {"positions": range(3)}),
-                (sp.ShapeError, "4 positions", {"x": torch.ones(3, 4)}),
-                (sp.ShapeError, "2 features", {"features": range(2)}),
-                (sp.DtypeError, "int64", {"x": torch.ones(1, 4, 3).long()}),
-            ]
-        )
+        for error, text, wrong in OF_DROPOUT
     ),
 ]
