@@ -235,7 +235,8 @@ class Problem:
             repr(sorted(self.drawn.items(), key=str)),
             contents(self.grad, *tensors.values()),
         )
-        samples = 2 if self.drawn["x.seq_len"] > 1000 else 8
+        # two samples miss some of many elements; the mean over many features then replaces them
+        samples = 2 if self.drawn["x.seq_len"] > 1000 and self.drawn["hidden"] > 16 else 8
         return once(key, lambda: reference.sensitivity(run, tensors, samples))
 
 
