@@ -25,6 +25,7 @@ import torch
 from sp_core import measuring
 from sp_core.collectives.api import all_gather
 from sp_core.errors import DeviceError
+from sp_core.launch.command import find_mpiexec
 from sp_core.machine import (
     bounded,
     cores,
@@ -184,12 +185,8 @@ def _variables() -> Iterator[Finding]:
             try:
                 read(given)
             except ValueError as error:
-                yield Finding(
-                    name,
-                    "broken",
-                    str(error),
-                    f"unset {name}, or set it to what help(sp_core.Mesh) names",
-                )
+                remedy = f"unset {name}, or set it to what help(sp_core.Mesh) names"
+                yield Finding(name, "broken", str(error), remedy)
             else:
                 yield Finding(name, "note", given)
 
@@ -213,6 +210,9 @@ def _constants(*, measure: bool) -> Finding:
             measuring.keep(_world())
         except FileError as error:  # on every rank
             return Finding("constants", "broken", "cannot be kept", str(error))
+    elif measure and in_job():
+        remedy = "start more ranks, or leave out mpiexec and srun"
+        return Finding("constants", "broken", "one rank cannot measure messages", remedy)
     there, text = measuring.told()
     return Finding("constants", "ok" if there else "note", text)
 
@@ -299,16 +299,15 @@ def _mpiexec(*, measure: bool) -> Finding:
         return Finding("mpiexec", "note", "not tried: mpiexec or srun has started this process")
     if _mpi_problem() is not None:
         return Finding("mpiexec", "note", "not tried: there is no MPI to try it with")
-    beside = Path(sys.executable).parent / "mpiexec"
-    program = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if program is None:
+    try:
+        program = find_mpiexec()
+    except FileNotFoundError:
         return Finding("mpiexec", "broken", "not found", GET_MPI)
-    code, output = bounded([program, "-n", "2", sys.executable, "-c", PROBE])
+    ranks = [program, "-n", "2", sys.executable]
+    code, output = bounded([*ranks, "-c", PROBE])
     if code == 0 and output.count("ranks: 2") == 2:
         if measure:
-            code, output = bounded(
-                [program, "-n", "2", sys.executable, "-m", "mpi4py", "-c", MEASURE]
-            )
+            code, output = bounded([*ranks, "-m", "mpi4py", "-c", MEASURE])
         if code != 0:
             lines = (line.partition("FileError: ")[2] for line in output.splitlines())
             said = [line for line in lines if FOLDER in line]  # both ranks print it

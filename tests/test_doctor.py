@@ -203,6 +203,23 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
     assert capsys.readouterr().out == ("" if rank and job else f"{doctor.report(found)}\n")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "job", "status", "kept"),
+    [(1, False, "ok", 0), (1, True, "broken", 0), (2, True, "ok", 1), (2, False, "ok", 1)],
+)
+@pytest.mark.parametrize("measure", [True, False])
+def test_a_job_of_one_rank_does_not_claim_to_have_measured(
+    ranks: int, status: str, kept: int, monkeypatch: pytest.MonkeyPatch, *, job: bool, measure: bool
+) -> None:
+    measuring = Mock()
+    measuring.told.return_value = True, "measured"
+    monkeypatch.setattr(doctor, "measuring", measuring)
+    monkeypatch.setattr(doctor, "in_job", lambda: job)
+    monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(size=ranks))
+    assert doctor._constants(measure=measure).status == (status if measure else "ok")
+    assert measuring.keep.call_count == kept * measure
+
+
 def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -80,12 +80,18 @@ def test_only_mpiexec_of_open_mpi_is_told_to_pass_on_parts_of_lines(
         ("hostname -s", "hostname -s"),
         ("python -V", "PYTHON -V"),
         ("python a.py -m b", "PYTHON WATCH a.py -m b"),
-        ("/opt/python3.11 -uX dev -W error -m a -c", "/opt/python3.11 -uX dev -W error -m a -c"),
-        (
-            "/opt/python3.11 -u -X dev -W error -m a -c",
-            "/opt/python3.11 -u -X dev -W error WATCH -m a -c",
+        *(
+            (f"/opt/python3.11 {flags} -m a -c", f"/opt/python3.11 {flags} WATCH -m a -c")
+            for flags in ("-u -X dev -W error", "-uX dev", "-Werror -i", "-iuXdev -Wm")
         ),
         ("python3 -c pass", "PYTHON WATCH -c pass"),
+        ("python -cpass -um", "PYTHON WATCH -c pass -um"),
+        ("python -um a -um", "PYTHON -u WATCH -m a -um"),
+        ("python -uma -W", "PYTHON -u WATCH -m a -W"),
+        ("python -u -W", "PYTHON -u -W"),
+        ("python -m", "PYTHON -m"),
+        ("python -c", "PYTHON -c"),
+        ("python --help", "PYTHON --help"),
         ("pythonic -c pass", "pythonic -c pass"),
         ("python -", "PYTHON -"),
         ("python -u", "PYTHON -u"),

@@ -5,6 +5,8 @@ It does the same as torch's group, but ranks that disagree get an error, not a d
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.mpi
 def world(comm: Any) -> Iterator[None]:
     """Make torch.distributed's default group over the ranks of a communicator, inside a `with`."""
     name = comm.bcast(tempfile.mkdtemp(prefix="sp_core-") if comm.rank == 0 else None)
+    atexit.register(shutil.rmtree, name, ignore_errors=True)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(f"{name}/store", comm.size),  # type: ignore[attr-defined]

@@ -122,7 +122,7 @@ def phase_of(when: str, outcome: str) -> SimpleNamespace:
 
 CASES: dict[str, tuple[list[str], str, str, str]] = {
     "test_x.py::a": (["passed"] * 3, "passed", "test_x", "a"),
-    "tests/test_x.py::b": (["passed", "failed", "passed"], "failed", "tests.test_x", "b"),
+    "tests/test_x.py::b": (["passed", "failed", "rerun"], "failed", "tests.test_x", "b"),
     "tests/test_x.py::c": (["passed", "passed", "error"], "error", "tests.test_x", "c"),
     "tests/test_x.py::d": (["passed", "failed", "error"], "error", "tests.test_x", "d"),
     "tests/a/test_x.py::C::D::e": (["skipped"], "skipped", "tests.a.test_x.C.D", "e"),

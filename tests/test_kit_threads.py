@@ -216,7 +216,8 @@ def test_how_each_rank_has_left_is_noted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sorted(lasts) == sorted(f"after the body: {outcome}" for outcome in outcomes)
 
 
-def test_a_wait_outside_of_mpi_hands_over_what_was_sent() -> None:
+@pytest.mark.parametrize("timeout", [10, 1e12, math.inf])
+def test_a_wait_outside_of_mpi_hands_over_what_was_sent(timeout: float) -> None:
     there: list[bool] = []
 
     def body(comm: Any) -> None:
@@ -229,7 +230,7 @@ def test_a_wait_outside_of_mpi_hands_over_what_was_sent() -> None:
             comm.watch("the flag of rank 1")
         request.Wait()
 
-    run_threads(2, body, timeout=10)
+    run_threads(2, body, timeout=timeout)
     assert there
 
 

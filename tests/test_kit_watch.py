@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import py_compile
 import select
 import signal
 import subprocess
@@ -26,7 +27,10 @@ from sp_core.launch.watch import GRACE_SECONDS, KIT, LIBRARY, PLACE_BYTES, RANKS
 
 @pytest.mark.parametrize(
     ("phase", "example", "longest"),
-    [(None, None, 300.0), ("9", "4", 9.0), ("9", "40", 40.0), (None, "400", 400.0)],
+    [
+        *((None, None, 300.0), ("9", "4", 9.0), ("9", "40", 40.0), (None, "400", 400.0)),
+        *(("", "", 300.0), ("inf", "4", watch.LONGEST_SECONDS)),
+    ],
 )
 def test_the_innermost_time_limit_begins_anew_at_each_step(
     phase: str | None, example: str | None, longest: float, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +119,17 @@ def test_the_stacks_of_a_rank_outlive_it(last: str, tmp_path: Path, *, launched:
     assert {name for name, text in texts.items() if 'File "<string>", line 4' in text} == expected
     assert texts["stack" if launched else "stderr"].startswith("told")
     assert launched or code or [each.name for each in tmp_path.iterdir()] == ["rank2.life"]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "a minute"])
+@pytest.mark.parametrize("name", ["SP_WATCHDOG_S", "SP_WATCHDOG_PHASE_S"])
+def test_a_time_limit_that_is_none_names_its_variable(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", Mock())
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=f"{name}='{text}'"):
+        watch.limit_phases()
 
 
 @pytest.mark.parametrize(
@@ -235,6 +250,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     for name in ("abort_at_exit", "note"):
         monkeypatch.setattr(watch, name, found.append)
     monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     return found
 
@@ -270,19 +286,38 @@ def test_the_end_of_a_forked_process_is_not_that_of_the_rank(
     assert said == []
 
 
+PROGRAM = """
+import sys; print(sys.path, *sys.argv)
+import atexit, pickle, threading
+class Kept: pass
+def annotated(x: int): pass
+def pickled():
+    threading.main_thread().join()
+    print(pickle.loads(pickle.dumps(Kept)), sys.modules["__main__"].Kept is Kept)
+threading.Thread(target=pickled).start()
+atexit.register(lambda: print(sys.modules["__main__"].Kept is Kept))
+print(annotated.__annotations__, __name__, globals().get("__file__"), "Path" in globals())
+note = os = traceback = abort_at_exit = ENDED = None
+"""
+
+
 @pytest.mark.parametrize("flags", [[], ["-P"]])
-@pytest.mark.parametrize("kind", ["file", "link", "-m", "-c"])
-def test_a_program_finds_its_modules_and_arguments_as_without_the_launcher(
+@pytest.mark.parametrize("kind", ["file", "link", "folder", "compiled", "-m", "-c"])
+def test_a_program_runs_to_its_end_as_without_the_launcher(
     kind: str, flags: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "apart").mkdir()
-    code = "import sys; print(sys.path, *sys.argv)"
+    code = PROGRAM
     (tmp_path / "apart" / "case.py").write_text(code)
     (tmp_path / "module.py").write_text(code)
+    (tmp_path / "apart" / "__main__.py").write_text(code)
     (tmp_path / "link.py").symlink_to("apart/case.py")
+    py_compile.compile(str(tmp_path / "module.py"), str(tmp_path / "module.pyc"))
     program = {
         "file": ["apart/case.py"],
         "link": ["link.py"],
+        "folder": ["apart"],
+        "compiled": ["module.pyc"],
         "-m": ["-m", "module"],
         "-c": ["-c", code],
     }[kind]
@@ -291,7 +326,8 @@ def test_a_program_finds_its_modules_and_arguments_as_without_the_launcher(
     env = outside(PYTHONPATH=str(tmp_path))
     alone = printed([sys.executable, *flags, *command], tmp_path, env, 60)
     assert printed(watched, tmp_path, env, 60) == alone
-    assert alone[1].endswith("one -c\n")
+    assert "one -c\n" in alone[1]
+    assert alone[1].endswith("True\nTrue\n")
 
 
 def test_what_a_process_outside_of_a_launch_tells_goes_to_standard_error(

@@ -36,7 +36,8 @@ ORPHAN_SECONDS = 4.0
 
 MPICH's mpiexec does not end ranks that have not called MPI_Init.
 """
-_FLAGS = re.compile(r"-[bBdEIOPqRsSuv]+")
+_OPTION = re.compile(r"-(?=.)([bBdEiIOPqRsSuv]*)(?:([cmWX])(.*))?", re.DOTALL)
+"""Options of Python: flags, then perhaps a letter whose value is here or in the next word."""
 _FIRST_LINE = re.compile(r"#!\s*(?:\S*/env\s+(?:-S\s+)?)?((?:\S*/)?python[\d.]*)(\s.*)?")
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -148,12 +149,17 @@ def watched(command: Sequence[str]) -> list[str]:
         path = shutil.which(program)
         named = _python_of(Path(path)) if path else []
         return watched([*named, str(path), *rest]) if named else list(command)
-    end = 0
-    while end < len(rest) and (rest[end] in ("-W", "-X") or _FLAGS.fullmatch(rest[end])):
-        end += 2 if rest[end] in ("-W", "-X") else 1
-    is_program = end < len(rest) and (rest[end] in ("-m", "-c") or not rest[end].startswith("-"))
-    python = sys.executable if program in ("python", "python3") else program
-    return [python, *rest[:end], *([watch.__file__] if is_program else []), *rest[end:]]
+    python = [sys.executable if program in ("python", "python3") else program]
+    while rest and (found := _OPTION.fullmatch(rest[0])):
+        flags, letter, value = found.groups()
+        if letter in ("c", "m"):
+            python += [f"-{flags}"] if flags else []
+            rest = [f"-{letter}", *([value] if value else []), *rest[1:]]
+            break
+        end = 2 if letter and not value else 1
+        python, rest = [*python, *rest[:end]], rest[end:]
+    is_program = rest[1:] if rest[:1] in (["-c"], ["-m"]) else rest and not rest[0].startswith("-")
+    return [*python, *([watch.__file__] if is_program else []), *rest]
 
 
 class Launch:
@@ -355,5 +361,5 @@ def main(
         return run(given.ranks, given.command, timeout=given.timeout, mpi_args=given.mpi_args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))

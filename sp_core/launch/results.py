@@ -47,7 +47,8 @@ class Ledger:
         The worst outcome counts; seconds and texts of errors add up.
         """
         outcome = "error" if report.failed and report.when != "call" else report.outcome
-        self._case["outcome"] = max(self._case["outcome"], outcome, key=_ORDER.index)
+        if outcome in _ORDER:  # a plugin that runs tests again also reports "rerun"
+            self._case["outcome"] = max(self._case["outcome"], outcome, key=_ORDER.index)
         self._case["seconds"] += report.duration
         self._case["text"] += report.longreprtext if report.failed else ""
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import io
 import os
+import pkgutil
 import runpy
 import shutil
 import signal
@@ -25,10 +27,12 @@ import sys
 import sysconfig
 import tempfile
 import traceback
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 LIBRARY = Path(__file__).parent.parent
 KIT = tuple(f"{LIBRARY / name}{os.sep}" for name in ("launch", "testing"))
@@ -38,6 +42,7 @@ STACKS = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 """The signal at which a rank writes its stacks. Programs have handlers of their own for SIGUSR1."""
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 EXAMPLE_SECONDS, PHASE_SECONDS, GRACE_SECONDS = 30.0, 300.0, 5.0
+LONGEST_SECONDS = 1e8  # the system refuses to wait longer than some centuries
 PLACE_BYTES = 512
 ENDED = "the program has ended, and MPI_Finalize waits for the other ranks"
 FAILED = "raised "
@@ -165,8 +170,7 @@ def limit_phases() -> None:
     after each phase begins the next one.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    limit = float(os.environ.get("SP_WATCHDOG_PHASE_S") or PHASE_SECONDS)
-    _limits[:] = [max(limit, example_seconds())]
+    _limits[:] = [max(_given("SP_WATCHDOG_PHASE_S", PHASE_SECONDS), example_seconds())]
     progress()
 
 
@@ -179,7 +183,16 @@ def stop() -> None:
 
 def example_seconds() -> float:
     """Return the seconds that a test example may take: the environment's SP_WATCHDOG_S, or 30."""
-    return float(os.environ.get("SP_WATCHDOG_S") or EXAMPLE_SECONDS)
+    return _given("SP_WATCHDOG_S", EXAMPLE_SECONDS)
+
+
+def _given(name: str, default: float) -> float:
+    """Return the seconds in an environment variable, or the default if it is empty or not set."""
+    text = os.environ.get(name) or str(default)
+    with suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return min(seconds, LONGEST_SECONDS)
+    raise ValueError(f"the environment has {name}={text!r}; set it to a number of seconds above 0.")
 
 
 @contextmanager
@@ -243,24 +256,32 @@ def run_program(arguments: list[str]) -> None:
     the end of a process that the program has forked.
 
     Args:
-        arguments: a file, `-m` and a module, or `-c` and code; then the program's arguments.
+        arguments: a file, folder or zip archive, `-m` and a module, or `-c` and code; then the
+            program's arguments.
 
     Raises:
         BaseException: the program raised it.
     """
     kind, *rest = arguments
-    folder = {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(os.path.realpath(kind)))
+    is_folder = kind not in ("-c", "-m") and pkgutil.get_importer(kind) is not None
+    places = [os.path.abspath(kind)] if is_folder else []
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        sys.path[0] = folder
+        del sys.path[0]
+        beside = os.path.dirname(os.path.realpath(kind))
+        places = places or [{"-c": "", "-m": os.getcwd()}.get(kind, beside)]
+    sys.path[:0] = places
     sys.argv = {"-c": [kind, *rest[1:]], "-m": rest}.get(kind, arguments)
-    pid = os.getpid()
+    # a module of its own, and for good: threads and functions for the exit may pickle its classes
+    pid, main = os.getpid(), types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    as_main = vars(runpy)["_run_module_as_main"]  # which `python -m` calls
     try:
         if kind == "-m":
-            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        elif kind == "-c":
-            exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+            as_main(rest[0])
+        elif is_folder:
+            as_main("__main__", alter_argv=False)
         else:
-            runpy.run_path(kind, run_name="__main__")
+            exec(_code_of(kind, rest, main), vars(main))
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         code = code if isinstance(code, int) else int(code is not None)
@@ -270,6 +291,16 @@ def run_program(arguments: list[str]) -> None:
         raise
     if os.getpid() == pid:
         note(ENDED)
+
+
+def _code_of(kind: str, rest: list[str], main: types.ModuleType) -> Any:
+    """Return the code of a file, or of the text after `-c`; name the file in the module `main`."""
+    if kind == "-c":
+        return compile(rest[0], "<string>", "exec", dont_inherit=True)
+    main.__file__ = os.path.abspath(kind)
+    text = Path(kind).read_bytes()
+    code = pkgutil.read_code(io.BytesIO(text))  # None if the file is not compiled
+    return code or compile(text, main.__file__, "exec", dont_inherit=True)
 
 
 def abort_at_exit(code: int) -> None:

@@ -156,7 +156,7 @@ def _join(world: World, ranks: Sequence[threading.Thread], timeout: float) -> No
     If one is late, print all stacks, end the late ranks as far as possible, and raise
     `ThreadsHung`.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + min(timeout, watch.LONGEST_SECONDS)
     for rank in ranks:
         rank.join(max(deadline - time.monotonic(), 0.0))
     late = {number: rank for number, rank in enumerate(ranks) if rank.is_alive()}
