@@ -162,7 +162,8 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
     """
     inside = problem.attention(problem.seq_len // ring, ulysses)
     around = problem.attention(problem.seq_len, ring)
-    _, shares = split_heads(problem.num_heads, problem.num_kv_heads, ulysses)
+    heads, shares = split_heads(problem.num_heads, problem.num_kv_heads, ulysses)
+    compute = problem.compute * max(map(len, heads)) * ulysses / problem.num_heads
     exchanges = [cost.ulysses(inside, place) for place in range(ulysses)]
     rings = [replace(around, num_kv_heads=len(share)) for share in shares]
     sent = [  # the last rank of the ring sends most
@@ -181,10 +182,10 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
         _step(problem, ring, ulysses, most.kv_block(tokens, size))
         for size in (most.itemsize, most.wide)
     )
-    forward = _around(problem.compute, ring, step)
-    backward = _around(BACKWARD * problem.compute, ring, step + wide_step) + wide_step
+    forward = _around(compute, ring, step)
+    backward = _around(BACKWARD * compute, ring, step + wide_step) + wide_step
     seconds = forward + backward + exchange
-    exposed = max(seconds - (1 + BACKWARD) * problem.compute, 0.0)
+    exposed = max(seconds - (1 + BACKWARD) * compute, 0.0)
     name = "ring" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
     return Projection(name, ring, ulysses, seconds, exposed, *busiest)
 

@@ -53,7 +53,7 @@ BY_HAND = [
     (
         Problem(24, 2, 4, 4, 3, 2, 6, 3, NODE, NETWORK, 128.0),
         "hybrid 3 2 4124 3998; allgather_kv 6 1 4266 4140; ring 6 1 4565 4439; "
-        "hybrid 2 3 5489 5363",
+        "hybrid 2 3 5520.5 5331.5",
     ),
     (
         Problem(24, 2, 4, 2, 3, 8, 4, 4, NODE, Link(1e4, 1 / 2), 512.0),
@@ -67,7 +67,7 @@ BY_HAND = [
     ),
     (
         Problem(24, 1, 4, 2, 1, 2, 6, 2, Link(200.0, 1 / 8), Link(1.0, 1 / 16), 2.0),
-        "hybrid 3 2 2565 1221; hybrid 2 3 2583 1239; ring 6 1 3512 2168; "
+        "hybrid 3 2 2565 1221; hybrid 2 3 3255 1239; ring 6 1 3512 2168; "
         "allgather_kv 6 1 4424 3080",
     ),
     (
@@ -78,6 +78,10 @@ BY_HAND = [
     (
         Problem(4, 1, 1, 1, 1, 1, 2, 1, NODE, NETWORK, 2.0),
         "allgather_kv 2 1 100 72; ring 2 1 114 86",
+    ),
+    (  # two of three heads on one rank
+        Problem(24, 1, 3, 3, 2, 2, 4, 4, Link(0.0, 0.0), Link(0.0, 0.0), 8.0),
+        "ring 4 1 756 0; allgather_kv 4 1 756 0; hybrid 2 2 1008 0",
     ),
     (Problem(2, 1, 1, 1, 1, 1, 1, 1, NODE, NETWORK, 2.0), "ring 1 1 14 0; allgather_kv 1 1 14 0"),
 ]
