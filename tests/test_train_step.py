@@ -124,6 +124,17 @@ def frozen_sample(model: Llama) -> None:
     model.requires_grad_()
 
 
+def validate(model: Llama) -> None:
+    """Compute logits after a frozen sample, which has laid out the weights anew."""
+    frozen_sample(model)
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2]]), sharding=sp.Sharding.contiguous(2, 1))
+
+
+LOOKS = (sample, frozen_sample, validate, *map(torch.inference_mode(), (sample, frozen_sample)))
+"""Uses of a model between steps of its training."""
+
+
 @pytest.mark.parametrize(
     "make",
     [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad],
@@ -145,7 +156,7 @@ def test_samples_between_steps_change_no_weight(comm: Any, make: Any) -> None:
             assert all(x.is_contiguous() for x in model.parameters())
             return [x.detach() for x in model.parameters()]
 
-    alone, *others = (trained(look) for look in (lambda _: None, sample, frozen_sample))
+    alone, *others = (trained(look) for look in (lambda _: None, *LOOKS))
     for found in others:
         assert all(map(torch.equal, found, alone))
 

@@ -72,11 +72,11 @@ class Cache:
         room: for each sequence, the largest number of tokens that it may reach.
     """
 
+    @torch.inference_mode(False)  # later calls in any mode write to the memory
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
         comm, config = model.grid.sequence, model.config
         self.rank, self.room = comm.rank, tuple(room)
-        self.slot = max(room, default=0)
-        self.lengths = [0] * len(room)
+        self.slot, self.lengths = max(room, default=0), [0] * len(room)
         self.owned: list[list[int]] = [[] for _ in range(comm.size)]
         tokens = -(-sum(room) // comm.size)
         # the keys of a head lie side by side: one query reads them twice as fast on a CPU
@@ -390,9 +390,8 @@ def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
     """
     if comm.size == 1:
         return out
-    parts = all_gather(
-        torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1), comm=comm, sizes=[1] * comm.size
-    )
+    part = torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1)
+    parts = all_gather(part, comm=comm, sizes=[1] * comm.size)
     total, total_lse = parts[:1, ..., :-1].clone(), parts[:1, ..., -1].clone()
     for rank in range(1, comm.size):
         part = parts[rank : rank + 1]
