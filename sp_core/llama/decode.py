@@ -31,7 +31,7 @@ from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.llama import pipeline
 from sp_core.llama.config import Tokens, check_length, check_tokens, flat
-from sp_core.llama.model import LayerAttend, Llama, Pass
+from sp_core.llama.model import LayerAttend, Llama, Pass, check_model
 from sp_core.mask import Mask, position_tensor
 from sp_core.nn.parallel import Lengths
 from sp_core.sharding import Sharding, split_ranges, split_sizes
@@ -187,6 +187,7 @@ class Decoder:
     def __init__(
         self, model: Llama, room: Sequence[int], *, micro_batches: int | None = None
     ) -> None:
+        check_model(model)
         count = model.grid.stages.size if micro_batches is None else micro_batches
 
         def make() -> tuple[list[Cache], str]:
