@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -174,6 +174,35 @@ def test_a_rate_that_was_saved_replaces_one_of_another_type(
         before.save(folder)
         after.load(folder)
         assert after.optimizer.param_groups[0]["lr"] == rates[0]
+
+
+SCHEDULES = torch.optim.lr_scheduler
+PARTS: dict[str, tuple[Callable[[Any], Any], ...]] = {
+    "optimizer": (lambda sgd: sgd, lambda sgd: torch.optim.AdamW(sgd.param_groups[0]["params"])),
+    "scheduler": (
+        lambda sgd: None,
+        lambda sgd: SCHEDULES.StepLR(sgd, 2),
+        lambda sgd: SCHEDULES.MultiStepLR(sgd, [2]),
+    ),
+    "generator": (lambda sgd: None, lambda sgd: torch.Generator()),
+}
+"""Parts of different trainings, by the name of the argument."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+@spmd(1, 2)
+def test_a_training_with_other_parts_is_refused_by_their_name(
+    comm: Any, name: str, tmp_path: Path
+) -> None:
+    """The file is not broken, and another copy of it would not help."""
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        model, folder = CASE.model(mesh), shared(comm, tmp_path)
+        for number, makers in enumerate(permutations(PARTS[name], 2)):
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            old, new = ({"optimizer": sgd, name: make(sgd)} for make in makers)
+            save_training(model, folder / str(number), step=1, **old)
+            with pytest.raises(sp.CheckpointError, match=rf"json is of another training: {name} "):
+                load_training(model, folder / str(number), **new)
 
 
 @spmd(1)

@@ -101,9 +101,10 @@ def check_record(path: Path, record: dict[str, Any], now: dict[str, Any]) -> Non
     Raises:
         CheckpointError: on this rank: a file is missing, broken, or of another training.
     """
+    if isinstance(of := record.get("of"), dict):  # first: other kinds of parts have other entries
+        _check_kinds(path, of, now["of"])
     if faults := [*_mistyped(record, now)]:
         raise _broken(path, *faults)
-    _check_kinds(path, record["of"], now["of"])
     config = LlamaConfig.from_folder(path.parent).to_dict()
     del config["eos_token_id"]  # generation_config.json may replace it
     _check_kinds(path.with_name("config.json"), now["of"] | config, now["of"])
