@@ -22,6 +22,7 @@ from studies.commands import outside, printed
 from test_llama_checkpoint import written
 
 from sp_core.__main__ import main
+from sp_core.errors import CheckpointError
 from sp_core.launch import command as launcher
 from sp_core.llama import LlamaConfig, byte_tokenizer
 from sp_core.testing import run_threads
@@ -121,6 +122,9 @@ def test_generation_config_says_which_tokens_end_a_text(folder: Path) -> None:
     for ends, wanted in ((0, (0,)), ([7, 8], (7, 8)), ([], ()), (None, CASE.stops)):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         assert LlamaConfig.from_folder(folder).eos_token_id == wanted
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id='</s>' was"):
+        LlamaConfig.from_folder(folder)
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])

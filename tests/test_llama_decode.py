@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,28 @@ def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
             decoder.decode([[31]])
         sp.all_reduce(torch.zeros(1), comm=group)
         assert group.counters["control"].calls == 3
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"ring": 2}, {"pp": 2}])
+@pytest.mark.parametrize("learns", [False, True])
+@spmd(2)
+def test_each_part_of_decoding_may_be_in_inference_mode(
+    comm: Any, axes: dict[str, Any], learns: bool
+) -> None:
+    """Nothing that one part leaves for the next, such as the cache, is only for that mode."""
+    case, found = Case((6, 3), layers=2, vocab=31, seed=11), []
+    with sp.Mesh(comm, **axes) as mesh:
+        for modes in product((False, True), repeat=4):
+            make, decoder, prefill, decode = map(torch.inference_mode, modes)
+            with make:
+                model = case.model(mesh).requires_grad_(learns)
+            with decoder:
+                made = Decoder(model, [9, 4])
+            with prefill:
+                first = made.prefill([[1] * 5, [2]])
+            with decode:
+                found.append(torch.cat([first, made.decode([[3], [4, 5]])]))
+    assert all(torch.equal(logits, found[0]) for logits in found)
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"ring": 2}])

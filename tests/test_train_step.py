@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -124,6 +124,17 @@ def frozen_sample(model: Llama) -> None:
     model.requires_grad_()
 
 
+def validate(model: Llama) -> None:
+    """Compute logits after a frozen sample, which has laid out the weights anew."""
+    frozen_sample(model)
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2]]), sharding=sp.Sharding.contiguous(2, 1))
+
+
+LOOKS = (sample, frozen_sample, validate, *map(torch.inference_mode(), (sample, frozen_sample)))
+"""Uses of a model between steps of its training."""
+
+
 @pytest.mark.parametrize(
     "make",
     [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad],
@@ -145,7 +156,7 @@ def test_samples_between_steps_change_no_weight(comm: Any, make: Any) -> None:
             assert all(x.is_contiguous() for x in model.parameters())
             return [x.detach() for x in model.parameters()]
 
-    alone, *others = (trained(look) for look in (lambda _: None, sample, frozen_sample))
+    alone, *others = (trained(look) for look in (lambda _: None, *LOOKS))
     for found in others:
         assert all(map(torch.equal, found, alone))
 
@@ -163,6 +174,35 @@ def test_a_rate_that_was_saved_replaces_one_of_another_type(
         before.save(folder)
         after.load(folder)
         assert after.optimizer.param_groups[0]["lr"] == rates[0]
+
+
+SCHEDULES = torch.optim.lr_scheduler
+PARTS: dict[str, tuple[Callable[[Any], Any], ...]] = {
+    "optimizer": (lambda sgd: sgd, lambda sgd: torch.optim.AdamW(sgd.param_groups[0]["params"])),
+    "scheduler": (
+        lambda sgd: None,
+        lambda sgd: SCHEDULES.StepLR(sgd, 2),
+        lambda sgd: SCHEDULES.MultiStepLR(sgd, [2]),
+    ),
+    "generator": (lambda sgd: None, lambda sgd: torch.Generator()),
+}
+"""Parts of different trainings, by the name of the argument."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+@spmd(1, 2)
+def test_a_training_with_other_parts_is_refused_by_their_name(
+    comm: Any, name: str, tmp_path: Path
+) -> None:
+    """The file is not broken, and another copy of it would not help."""
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        model, folder = CASE.model(mesh), shared(comm, tmp_path)
+        for number, makers in enumerate(permutations(PARTS[name], 2)):
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            old, new = ({"optimizer": sgd, name: make(sgd)} for make in makers)
+            save_training(model, folder / str(number), step=1, **old)
+            with pytest.raises(sp.CheckpointError, match=rf"json is of another training: {name} "):
+                load_training(model, folder / str(number), **new)
 
 
 @spmd(1)

@@ -73,7 +73,8 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
     `position_ids` and an `attention_mask`. It returns the logits of the rank's own tokens,
     (B, S/P, V) in the order of the layout, and the mean loss over the tokens of all ranks.
     `loss.backward()` leaves the gradients of this loss in `.grad` on every rank; the gradients of
-    several backwards add up.
+    several backwards add up. With `num_items_in_batch`, as Trainer passes it, the sum of the losses
+    is divided by the number of labels in all micro-batches. Each replica counts its own labels.
 
     Positions, rotary angles, masks and labels are those of transformers on one process. Position
     ids that do not go up by one start a new document, which sees no other document; this holds for
@@ -164,7 +165,7 @@ class _Parallel:
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Replace whole sequences by this rank's shards. Return the forward's (args, kwargs)."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
-        comm = self._grid.sequence
+        comm, items = self._grid.sequence, given.get("num_items_in_batch")
 
         def call() -> str:
             whole = [given.get(name) for name in WHOLE]
@@ -175,13 +176,19 @@ class _Parallel:
 
         with agreeing_in_turn() as agree_on:
             agree_on(comm, call, lambda: _check_inputs(model, given, comm))
-            agree_on(self._grid.replicas, lambda: f"{type(model).__name__}.forward")
+            counts = agree_on(
+                self._grid.replicas,
+                lambda: f"{type(model).__name__}.forward, counted={items is not None}",
+                lambda: int(items or 0),
+            )
         tokens, positions, documents = given["input_ids"], *positions_of(given)
         sharding: Sharding = getattr(Sharding, self._layout)(tokens.shape[1], comm.size)
         whole = {"input_ids": tokens, "position_ids": positions}
         if given.get("labels") is not None:
             whole["labels"] = F.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:]
-        shards = {name: sharding.shard(x, comm.rank, 1) for name, x in whole.items()}
+        shards: dict[str, Any] = {n: sharding.shard(x, comm.rank, 1) for n, x in whole.items()}
+        if items is not None:
+            shards["num_items_in_batch"] = sum(counts)
 
         def attention(*qkv: Tensor, window: int | None, **terms: Any) -> Tensor:
             mask = Mask(causal=True, window=window, documents=documents)
@@ -194,17 +201,16 @@ class _Parallel:
         logits: Tensor,
         labels: Tensor,
         vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: int | None = None,
         **others: Any,
     ) -> Tensor:
         """Return the mean loss over the labels of all ranks; transformers calls this.
 
         labels (B, S/P) hold for each token the token after it: `_shard` has shifted them. If
-        `num_items_in_batch` is given (by Trainer: the number of labels in all micro-batches), the
-        sum of the losses is divided by it instead.
+        `num_items_in_batch` is given, `_shard` has added up the counts of all replicas, and the sum
+        of the losses is divided by that instead.
         """
-        count = None if num_items_in_batch is None else int(num_items_in_batch)
-        grid = self._grid
+        grid, count = self._grid, num_items_in_batch
         return next_token_loss(logits, labels, tensor=grid.tensor, data=grid.data, count=count)
 
     def _watch(self, model: object, args: object, out: Any) -> None:

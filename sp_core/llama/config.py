@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -138,14 +138,17 @@ class LlamaConfig:
         Raises:
             CheckpointError: no `config.json`, no JSON, or an entry that is not supported.
         """
-        values = read_json(Path(folder) / "config.json")
-        generation = Path(folder) / "generation_config.json"
+        path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
+        values = read_json(path)
         ends = read_json(generation).get("eos_token_id") if generation.exists() else None
-        values = values if ends is None else {**values, "eos_token_id": ends}
         try:
-            return cls.from_dict(values)
+            if ends is None:
+                return cls.from_dict(values)
+            config = cls.from_dict({**values, "eos_token_id": None})
+            path = generation
+            return replace(config, eos_token_id=ends)
         except CheckpointError as error:
-            raise CheckpointError(f"{Path(folder) / 'config.json'}: {error}") from error
+            raise CheckpointError(f"{path}: {error}") from error
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LlamaConfig:

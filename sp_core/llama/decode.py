@@ -31,7 +31,7 @@ from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.llama import pipeline
 from sp_core.llama.config import Tokens, check_length, check_tokens, flat
-from sp_core.llama.model import LayerAttend, Llama, Pass
+from sp_core.llama.model import LayerAttend, Llama, Pass, check_model
 from sp_core.mask import Mask, position_tensor
 from sp_core.nn.parallel import Lengths
 from sp_core.sharding import Sharding, split_ranges, split_sizes
@@ -72,11 +72,11 @@ class Cache:
         room: for each sequence, the largest number of tokens that it may reach.
     """
 
+    @torch.inference_mode(False)  # later calls in any mode write to the memory
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
         comm, config = model.grid.sequence, model.config
         self.rank, self.room = comm.rank, tuple(room)
-        self.slot = max(room, default=0)
-        self.lengths = [0] * len(room)
+        self.slot, self.lengths = max(room, default=0), [0] * len(room)
         self.owned: list[list[int]] = [[] for _ in range(comm.size)]
         tokens = -(-sum(room) // comm.size)
         # the keys of a head lie side by side: one query reads them twice as fast on a CPU
@@ -187,6 +187,7 @@ class Decoder:
     def __init__(
         self, model: Llama, room: Sequence[int], *, micro_batches: int | None = None
     ) -> None:
+        check_model(model)
         count = model.grid.stages.size if micro_batches is None else micro_batches
 
         def make() -> tuple[list[Cache], str]:
@@ -390,9 +391,8 @@ def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
     """
     if comm.size == 1:
         return out
-    parts = all_gather(
-        torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1), comm=comm, sizes=[1] * comm.size
-    )
+    part = torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1)
+    parts = all_gather(part, comm=comm, sizes=[1] * comm.size)
     total, total_lse = parts[:1, ..., :-1].clone(), parts[:1, ..., -1].clone()
     for rank in range(1, comm.size):
         part = parts[rank : rank + 1]

@@ -219,7 +219,8 @@ class Llama(nn.Module):
         """
         for x in self.parameters():
             if x.requires_grad and not x.is_contiguous():
-                x.data = x.data.contiguous()
+                with torch.inference_mode(x.is_inference()):  # as `join`
+                    x.data = x.data.contiguous()
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
         lengths = self.lengths(tokens.shape[1])

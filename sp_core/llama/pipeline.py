@@ -374,6 +374,7 @@ def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> N
             "a micro-batch", batch, MicroBatch, "Make it from tokens, labels and their sharding."
         )
         model.check(batch.tokens, batch.sharding, batch.mask)
+        arguments.check_tensor(batch.labels, model.grid.sequence, "labels")
         if batch.labels.shape != batch.tokens.shape or batch.labels.dtype != torch.int64:
             raise ShapeError(
                 f"labels {tuple(batch.labels.shape)} of {batch.labels.dtype} for tokens "

@@ -36,7 +36,7 @@ def record_of(
             ones.
         "groups": the groups of parameters of the optimizer.
         "state": the state of the optimizer by parameter name. {} stands for a large tensor, and
-            {"": x} for a tensor of one number x.
+            {"": x, "dtype": name} for a tensor of no dims that holds x.
         "schedule": the state of the scheduler; None without one.
         "random": the state of the generator in hexadecimal; "" without one.
     """
@@ -55,7 +55,7 @@ def record_of(
         names[weight]: {
             kind: {}
             if is_cut(x, weight)
-            else {"": x.item()}
+            else {"": x.item(), "dtype": str(x.dtype).removeprefix("torch.")}
             if isinstance(x, Tensor) and not x.dim()
             else x
             for kind, x in held.items()
@@ -101,9 +101,10 @@ def check_record(path: Path, record: dict[str, Any], now: dict[str, Any]) -> Non
     Raises:
         CheckpointError: on this rank: a file is missing, broken, or of another training.
     """
+    if isinstance(of := record.get("of"), dict):  # first: other kinds of parts have other entries
+        _check_kinds(path, of, now["of"])
     if faults := [*_mistyped(record, now)]:
         raise _broken(path, *faults)
-    _check_kinds(path, record["of"], now["of"])
     config = LlamaConfig.from_folder(path.parent).to_dict()
     del config["eos_token_id"]  # generation_config.json may replace it
     _check_kinds(path.with_name("config.json"), now["of"] | config, now["of"])
@@ -208,7 +209,7 @@ def read_parts(
         if generator is not None:
             torch.Generator(generator.device).set_state(random)
         values, state = _read(path, record, model, weights)
-        trial.load_state_dict(state)
+        load_optimizer(trial, state)
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -240,10 +241,7 @@ def _read(
             return moments.read(f"{name}.{kind}", placements[name], rank)
         if not isinstance(x, dict) or "" not in x:
             return x
-        number = torch.tensor(x[""], device="cpu")  # torch makes float32 of a float
-        if number.item() == x[""]:
-            return number
-        return torch.tensor(x[""], device="cpu", dtype=torch.float64)
+        return torch.tensor(x[""], device="cpu", dtype=getattr(torch, x["dtype"]))
 
     state = {
         number: {kind: value(name, kind, x) for kind, x in held[name].items()}
@@ -252,6 +250,21 @@ def _read(
     }
     values = {name: weights.read(name, one, rank) for name, one in placements.items()}
     return values, {"state": state, "param_groups": record["groups"]}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state from `read_parts`, and leave the dtypes of its tensors as they are.
+
+    torch casts them to the dtype of their parameter, except "step".
+    """
+    optimizer.load_state_dict(state)
+    weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, weight in enumerate(weights):
+        held = state["state"].get(number, {})
+        now = optimizer.state[weight] if held else {}
+        for kind in held.keys() & now.keys():
+            if isinstance(x := held[kind], Tensor):
+                now[kind] = x.to(now[kind].device)
 
 
 def keyed(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:

@@ -37,6 +37,7 @@ from sp_core.llama.record import (
     digests,
     is_cut,
     keyed,
+    load_optimizer,
     read_parts,
     record_of,
     refuse,
@@ -293,7 +294,8 @@ def save_training(
         model: a model on any mesh without the axis "pp".
         folder: a path that does not exist yet, or an empty folder; another one for each checkpoint.
         optimizer: an optimizer of the model's parameters. Its state may have numbers, lists,
-            tensors of one number, and floating-point tensors of the shape of the parameter.
+            tensors of no dims, and floating-point tensors of the shape of the parameter. Dtypes
+            are kept.
         step: how many steps were done; `load_training` returns this number.
         scheduler: the scheduler of the learning rate, if there is one.
         generator: the `torch.Generator` that shuffles the data, if there is one, in the same state
@@ -381,5 +383,5 @@ def load_training(
     if generator is not None:
         generator.set_state(random)
     model.fill(lambda name, _: values[name])
-    optimizer.load_state_dict(state)
+    load_optimizer(optimizer, state)
     return int(record["step"])

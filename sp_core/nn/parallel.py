@@ -90,9 +90,11 @@ def join(*layers: Weight) -> None:
     strides = (1, total) if by_columns else (columns, 1)
     if before is not None and before.stride() == strides:
         return
-    whole = like.new_empty_strided((total, columns), strides)
-    for layer, part in zip(layers, whole.split(sizes), strict=True):
-        layer.weight.data = part.copy_(layer.weight.data)
+    # a weight with memory of inference mode could never learn again
+    with torch.inference_mode(layers[0].weight.is_inference()):
+        whole = like.new_empty_strided((total, columns), strides)
+        for layer, part in zip(layers, whole.split(sizes), strict=True):
+            layer.weight.data = part.copy_(layer.weight.data)
 
 
 def _side_by_side(layers: Sequence[Weight]) -> Tensor | None:

@@ -91,27 +91,30 @@ def micro_batches(
     made: ModuleType = integration,
     checkpoint: dict[str, bool] | None = None,
     at_once: bool = False,
+    replicas: int = 1,
 ) -> None:
     """Check that several batches before a step give gradients of the mean over all their tokens.
 
     Args:
         kind: the model's `model_type`.
-        number: the number of ranks.
+        number: the number of ranks that share a sequence.
         made: the module of the integration, or a copy of it with a planted fault.
         checkpoint: the options of gradient checkpointing; None turns it off.
         at_once: whether one backward serves all batches.
+        replicas: the number of replicas. Each counts the labels of its own three batches.
     """
-    seeds = (0, 1, 2)
+    seeds = tuple(range(3 * replicas))
     want = on_one_process(kind, True, seeds)
 
     def body(comm: Any) -> Values:
-        with InFloat64(), sp.Mesh(comm, ring=number) as mesh:
+        with InFloat64(), sp.Mesh(comm, dp=replicas, ring=number) as mesh:
             parallel = made.parallelize(model(kind).train(), mesh)
             if checkpoint is not None:
                 parallel.gradient_checkpointing_enable(checkpoint)
             total = torch.zeros((), dtype=torch.float64)
-            for seed in seeds:
-                given = {**inputs(True, seed), "num_items_in_batch": torch.tensor(count(seeds))}
+            own = seeds[mesh["dp"].rank :: replicas]
+            for seed in own:
+                given = {**inputs(True, seed), "num_items_in_batch": torch.tensor(count(own))}
                 loss = parallel(**given).loss
                 total = total + (loss if at_once else loss.detach())
                 if not at_once:
@@ -120,7 +123,7 @@ def micro_batches(
                 total.backward()
             return {"loss": total.detach(), **gradients(parallel)}
 
-    check(run_threads(number, body), want, leave_out="logits")
+    check(run_threads(replicas * number, body), want, leave_out="logits")
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
@@ -132,6 +135,13 @@ def test_gradients_add_up_over_micro_batches(kind: str, checkpoint: dict[str, bo
 
 def test_several_forwards_may_share_a_backward() -> None:
     micro_batches("qwen3", 2, at_once=True)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_each_replica_counts_the_labels_of_its_own_micro_batches(replicas: int) -> None:
+    """The counts differ: the gradients are those of the mean over the labels of all replicas."""
+    assert len({count(tuple(range(3 * replicas))[n::replicas]) for n in range(replicas)}) > 1
+    micro_batches("llama", 2, replicas=replicas)
 
 
 def test_replicas_take_other_sequences() -> None:
@@ -301,6 +311,7 @@ FAULTS = {
     "earlier gradients are summed again": ("parameter.grad = None", "pass"),
     "an idle weight loses its gradient": ("= earlier if new is None", "= new if new is None"),
     "the mean is that of each micro-batch": ("count=count", "count=None"),
+    "a replica's count is that of all": ("sum(counts)", "counts[0] * len(counts)"),
     "an idle rank hides a gradient": ('op="max"', 'op="min"'),
     "gradients stay parts": ("reduce_gradients(wanted,", "list((wanted,)) or dict("),
 }  # fmt: skip
@@ -321,4 +332,5 @@ def test_a_planted_fault_is_found(name: str) -> None:
 def check_of_faults(made: ModuleType) -> None:
     """Run checks that pass without a fault, as the tests above show."""
     micro_batches("mistral", 2, made)
+    micro_batches("llama", 1, made, replicas=2)
     one_rank_uses(made)

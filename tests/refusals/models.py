@@ -18,6 +18,7 @@ from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gr
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
 
 CASE = Case((4, 2), layers=2)
+NONE: Any = None
 
 
 def reduced(
@@ -203,6 +204,12 @@ ON_ONE_RANK: Table = {
                     ValueError,
                     "vocabulary has 0..12",
                     lambda good: [replace(good, tokens=good.tokens + 13)],
+                ),
+                (
+                    "no labels",
+                    sp.DtypeError,
+                    "labels must be a tensor, NoneType was given",
+                    lambda good: [replace(good, labels=NONE)],
                 ),
                 (
                     "labels of fewer tokens",

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 import sp_core as sp
-from sp_core.llama import Sampling, generate, prefill_unequal, save
+from sp_core.llama import Decoder, Sampling, generate, prefill_unequal, save
 from sp_core.llama.pipeline import loss_and_gradients
 from sp_core.llama.train import backward, load_training
 from sp_core.mask import plan_blocks
@@ -70,6 +70,7 @@ MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
     (loss_and_gradients, (), {}),
     (save, (), {}),
     (load_training, (), {"optimizer": None}),
+    (Decoder, (), {}),
 ]
 """Functions that take a model, and further arguments, to be called without a model."""
 ROWS: list[Row] = [
