@@ -54,6 +54,7 @@ def shared_empty(
         TypeError: a wrong type of `shape` or `dtype`, on every rank; of `comm`, on this rank.
     """
     arguments.check_communicator(comm)
+    shape = arguments.plain(shape)
 
     def make() -> tuple[Tensor | None, str]:
         _check(shape, dtype)
