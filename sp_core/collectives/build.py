@@ -284,6 +284,11 @@ def _check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
             "a tensor that requires a gradient was given to a sum in place, which has none. "
             "Use all_reduce, or torch.no_grad()."
         )
+    if in_place and x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "a tensor made in torch.inference_mode() was given to a sum in place outside of it, "
+            "where it cannot be written. Clone it, or make the call in that mode."
+        )
     if in_place and maps.overlaps(x):
         raise ShapeError(
             f"elements of the tensor share memory (strides {x.stride()}); "
