@@ -207,6 +207,16 @@ def check(kind: str | None = None, /, **given: Any) -> None:
             raise TypeError(f"{name}={_shown(value)} was given; pass {needed}.")
 
 
+def plain(value: Any) -> Any:
+    """Return a whole number, such as NumPy's, as an int, and a list of them as a tuple of ints.
+
+    Any other value is returned as it is.
+    """
+    if _is_whole(value):
+        return int(value)
+    return tuple(map(int, value)) if _are_whole(value) else value
+
+
 def check_positive(**given: int | None) -> None:
     """Check whole numbers from 1 to 2**62, or None where `check` takes None for the name.
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sp_core.arguments import plain
 from sp_core.mask import Mask
 from sp_core.schemes.heads import split_heads
 from sp_core.schemes.reach import hops, seen_blocks, shown_keys
@@ -78,6 +79,10 @@ class Attention:
     needs_grad: tuple[bool, bool, bool] = (True, True, True)
     lse_grad: bool = False
     shared: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
 
     @property
     def wide(self) -> int:
@@ -133,7 +138,7 @@ def ring(problem: Attention, rank: int) -> Both:
     are read.
     """
     seen_by = problem.sharding, problem.kv_sharding, problem.mask
-    way, size = hops(*seen_by), problem.sharding.size
+    way, size, rank = hops(*seen_by), problem.sharding.size, plain(rank)
     if problem.shared:
         seen = seen_blocks(*seen_by, rank)
         keys = sums = [block for block in range(size) if seen[block] and block != rank]
@@ -194,7 +199,7 @@ def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int)
         itemsize: bytes per element.
     """
     mine = sharding.local_len(rank)
-    token = batch * hidden * itemsize
+    token = plain(batch) * plain(hidden) * plain(itemsize)
     gather, scatter = (sharding.size - 1) * mine * token, (sharding.seq_len - mine) * token
     return Traffic(0, gather + scatter), Traffic(0, gather + (gather + scatter))
 

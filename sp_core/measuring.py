@@ -338,11 +338,12 @@ def _median(world: Intracomm, call: Call, seconds: float) -> float:
 
 def told() -> tuple[bool, str]:
     """Return whether this machine has measured constants, and the text that `doctor` prints."""
-    path = default_path(fingerprint())
+    path = None
     try:
+        path = default_path(fingerprint())
         tuning = load(path, fingerprint())
     except FileError as error:
-        reason = "none" if not path.exists() else str(error)
+        reason = "none" if path and not path.exists() else str(error)
         return (
             False,
             f"{reason}; algorithm='auto' uses the MPI library's algorithms. "
@@ -368,22 +369,27 @@ def keep(world: Intracomm) -> None:
         FileError: the constants cannot be written; on every rank.
         ValueError: `world` has a single rank.
     """
-    path = default_path(fingerprint())
 
-    def try_to_write() -> None:
+    def try_to_write(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
 
-    _on_the_first(world, path, try_to_write)
-    _on_the_first(world, path, partial(save, measure(world), path))
+    _on_the_first(world, try_to_write)
+    _on_the_first(world, partial(save, measure(world)))
 
 
-def _on_the_first(world: Intracomm, path: Path, write: Callable[[], None]) -> None:
-    """Call `write` on rank 0. If it raises an OSError there, raise a FileError on every rank."""
-    problem = ""
+def _on_the_first(world: Intracomm, write: Callable[[Path], None]) -> None:
+    """Call `write` with the path of the file on rank 0.
+
+    If it raises an OSError there, or if there is no such path, raise a FileError on every rank.
+    """
+    problem, path = "", None
     if world.rank == 0:
         try:
-            write()
+            path = default_path(fingerprint())
+            write(path)
+        except FileError as error:
+            problem = str(error)
         except OSError as error:
             problem = f"{path} cannot be written ({error}). Set SP_TUNING_DIR to a folder that can."
     if problem := world.bcast(problem):

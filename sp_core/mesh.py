@@ -332,7 +332,8 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
     if nodes is None and not given:
         return []
     nodes = str(given).split(",") if nodes is None else nodes
-    texts = list(map(str, nodes)) if hasattr(nodes, "__iter__") else [repr(nodes)]
+    several = hasattr(nodes, "__iter__") and getattr(nodes, "ndim", 1)  # an array may have no dim
+    texts = list(map(str, nodes)) if several else [repr(nodes)]
     if size not in (None, len(texts)) or not all(re.fullmatch(r"\s*-?\d+\s*", x) for x in texts):
         raise ValueError(
             f"nodes {texts} were given for {size or 'some'} ranks. Pass nodes=, or SP_NODES, with "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.arguments import check, check_type, length_along
+from sp_core.arguments import check, check_type, length_along, plain
 from sp_core.errors import ShapeError
 from sp_core.mask.blocks import count_visible
 from sp_core.mask.definition import FAR64, Mask
@@ -67,8 +67,8 @@ class Sharding:
             ShapeError: negative `seq_len` or `start`, `size` < 1, or a position of 2**62 or more.
             TypeError: an argument is not a whole number.
         """
-        tokens = _tokens(seq_len, size, start)
-        return cls(tuple((tokens[p.start : p.stop],) for p in split_ranges(seq_len, size)))
+        tokens, size = _tokens(seq_len, size, start)
+        return cls(tuple((tokens[p.start : p.stop],) for p in split_ranges(len(tokens), size)))
 
     @classmethod
     def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
@@ -81,8 +81,8 @@ class Sharding:
         Source: head-tail balanced ring attention, zhuzilin/ring-flash-attention,
         `zigzag_ring_flash_attn`.
         """
-        tokens = _tokens(seq_len, size, start)
-        chunks = [tokens[p.start : p.stop] for p in split_ranges(seq_len, 2 * size)]
+        tokens, size = _tokens(seq_len, size, start)
+        chunks = [tokens[p.start : p.stop] for p in split_ranges(len(tokens), 2 * size)]
         return cls(tuple((chunks[rank], chunks[2 * size - 1 - rank]) for rank in range(size)))
 
     @classmethod
@@ -95,7 +95,7 @@ class Sharding:
 
         Source: Brandon et al. 2023, Striped Attention, arXiv:2311.09431, section 3.
         """
-        tokens = _tokens(seq_len, size, start)
+        tokens, size = _tokens(seq_len, size, start)
         return cls(tuple((tokens[rank::size],) for rank in range(size)))
 
     @classmethod
@@ -121,14 +121,14 @@ class Sharding:
         Source: the dispatch solver of MagiAttention, SandAI-org/MagiAttention; here each rank gets
         one of every `size` chunks, which bounds the difference of work.
         """
-        tokens = _tokens(seq_len, size, start)
+        tokens, size = _tokens(seq_len, size, start)
         check(chunk=chunk)
         check_type("mask", mask, Mask, "Pass Mask(causal=True), or Mask() to see everything.")
         if chunk is not None and chunk < 1:
             raise ShapeError(f"chunk={chunk} was given; pass at least 1 token.")
         others = mask.kv_documents
         work = count_visible(mask, tokens, range(others[-1]) if others else tokens).cumsum(0)
-        length = chunk or max(-(-seq_len // (2 * size)), 1)
+        length = plain(chunk) or max(-(-len(tokens) // (2 * size)), 1)
         hands, even = deal_chunks(work, size, length)
         while not even and chunk is None and length > LEAST_CHUNK:
             length = -(-length // 2)
@@ -389,12 +389,12 @@ def check_sharding(sharding: Sharding, comm: Any, what: str, argument: str = "sh
         )
 
 
-def _tokens(seq_len: int, size: int, start: int) -> range:
-    """Check the arguments of `contiguous` and return the positions of all tokens."""
+def _tokens(seq_len: int, size: int, start: int) -> tuple[range, int]:
+    """Check the arguments of `contiguous`. Return the positions of all tokens, and `size`."""
     check(seq_len=seq_len, size=size, start=start)
-    if seq_len < 0 or size < 1 or start < 0 or start + seq_len > FAR64:
+    if seq_len < 0 or size < 1 or start < 0 or int(start) + int(seq_len) > FAR64:
         raise ShapeError(
             "a sharding needs seq_len >= 0, size >= 1, start >= 0 and positions below 2**62; "
             f"seq_len={seq_len}, size={size} and start={start} were given."
         )
-    return range(start, start + seq_len)
+    return range(int(start), int(start) + int(seq_len)), int(size)

@@ -54,9 +54,10 @@ def shared_empty(
         TypeError: a wrong type of `shape` or `dtype`, on every rank; of `comm`, on this rank.
     """
     arguments.check_communicator(comm)
+    shape = arguments.plain(shape)
 
     def make() -> tuple[Tensor | None, str]:
-        _check(shape, dtype)
+        _check(shape, dtype, comm)
         x = None if comm.window is not None else _zeros(shape, dtype, comm)
         return x, f"shared_empty({dtype}) on {comm.name}"
 
@@ -120,14 +121,18 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, comm: Communicator) -> Tens
     """Return zeros in ordinary memory, or raise a RankError if there is not enough."""
     try:
         return torch.zeros(tuple(shape), dtype=dtype, device=comm.device)
-    except (RuntimeError, TypeError) as error:  # TypeError if a length is beyond int64
-        raise RankError(
-            f"{math.prod(shape) * dtype.itemsize:,} bytes were asked for, but rank {comm.rank} "
-            f"cannot allocate them on {comm.device}. Free some, or pass a smaller shape."
-        ) from error
+    except RuntimeError as error:
+        raise _too_large(shape, dtype, comm) from error
 
 
-def _check(shape: Sequence[int], dtype: torch.dtype) -> None:
+def _too_large(shape: Sequence[int], dtype: torch.dtype, comm: Communicator) -> RankError:
+    return RankError(
+        f"{math.prod(shape) * dtype.itemsize:,} bytes were asked for, but rank {comm.rank} "
+        f"cannot allocate them on {comm.device}. Free some, or pass a smaller shape."
+    )
+
+
+def _check(shape: Sequence[int], dtype: torch.dtype, comm: Communicator) -> None:
     arguments.check(shape=shape)
     arguments.check_type("dtype", dtype, torch.dtype, "Pass one, such as torch.float32.")
     if any(length < 0 for length in shape):
@@ -138,3 +143,5 @@ def _check(shape: Sequence[int], dtype: torch.dtype) -> None:
             f"{dtype} was given; needed is one of {names}, which collectives take. Pass one of "
             "them, and use x.view(...) to read x as another dtype."
         )
+    if math.prod(length or 1 for length in shape) >= 1 << 63:  # torch's strides are int64
+        raise _too_large(shape, dtype, comm)

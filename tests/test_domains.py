@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from domains.declared import Parts, Subject, Values, normal
+from domains.declared import SLOW, Call, Parts, Subject, Values, normal
 from domains.public import defaults, without_domain
 from domains.report import changed, committed, impossible_pairs, parts_of
 from domains.subjects import BY_NAME, SUBJECTS
@@ -105,6 +107,57 @@ def test_a_fault_among_thousands_of_tokens_is_seen(
     subject = BY_NAME["SelfAttention"]
     with pytest.raises(AssertionError, match=r"times the bound"):
         Tried().row(subject, subject.base | {"x.seq_len": "thousands"}, SEED)
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "narrowest": np.min_scalar_type,
+    "narrowest with a sign": lambda number: np.min_scalar_type(min(-abs(number), -1)),
+    "int64": lambda number: np.int64,
+    "uint64": lambda number: np.uint64 if number >= 0 else np.int64,
+}
+"""By name, a function that returns the integer type of NumPy in which a number is passed."""
+PYTHON_ONLY = (
+    *("ColumnParallelLinear", "FeedForward", "RowParallelLinear", "SelfAttention"),
+    *("TransformerBlock", "gradients.", "llama.", "loss."),
+)
+"""Beginnings of the names of calls that need numbers of Python."""
+
+
+def as_numpy(kind: str, given: Any) -> Any:
+    """Return a value in which all whole numbers below 2**63, also in lists, are of NumPy."""
+    if type(given) is int and abs(given) < 2**63:
+        return np.dtype(KINDS[kind](given)).type(given)
+    if isinstance(given, (list, tuple)) and type(given) in (list, tuple, torch.Size):
+        items = [as_numpy(kind, item) for item in given]
+        return items if isinstance(given, list) else tuple(items)
+    return given
+
+
+def given_numpy(subject: Subject, kind: str) -> Subject:
+    """Return a subject whose calls get numbers of NumPy; their results are judged as before."""
+
+    @contextmanager
+    def prepare(comm: Any, drawn: Values) -> Iterator[Call]:
+        with subject.prepare(comm, drawn) as call:
+            given = {name: as_numpy(kind, value) for name, value in call.arguments.items()}
+            yield replace(call, arguments=given)
+
+    return replace(subject, prepare=prepare)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [subject for subject in SUBJECTS if not subject.name.startswith(PYTHON_ONLY)],
+    ids=lambda subject: subject.name,
+)
+def test_numbers_of_numpy_count_as_those_of_python(subject: Subject) -> None:
+    """Sums and products of NumPy's numbers may wrap, and they lack methods of Python's."""
+    rows = [row for row in subject.each_part(SEED) if not row.items() & SLOW]
+    rows += [subject.base] * (len(KINDS) - len(rows))
+    for place, row in enumerate(rows):
+        kind = [*KINDS][place % len(KINDS)]
+        if refused := Tried().row(given_numpy(subject, kind), row, SEED):
+            assert refused == Tried().row(subject, row, SEED), kind
 
 
 DEFAULTS: dict[str, set[float]] = {

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -171,7 +172,7 @@ NO_MESH: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (sp.DeviceError, "meta", {"device": "meta", "a": 2}),
     *(
         (sp.DeviceError, f"device={re.escape(repr(wrong))} was given", {"device": wrong, "a": 2})
-        for wrong in list[Any](["cpu:1", "", []])
+        for wrong in list[Any](["cpu:1", "", [], 2**70, -(2**70)])
     ),
     (sp.DeviceError, "pigeon", {"transport": "pigeon", "a": 2}),
     (ValueError, "never", {"check": "never", "a": 2}),
@@ -182,7 +183,16 @@ NO_MESH: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (sp.CollectiveMismatch, "algorithm", {"algorithm": differing("ring", "auto"), "a": 2}),
     *(
         (ValueError, "one whole number per rank", {"nodes": nodes, "a": 2})
-        for nodes in ([0], [0, 1, 2], ["a", "b"], ["--3", "1"], ["1_0", "1"], 2)
+        for nodes in (
+            [0],
+            [0, 1, 2],
+            ["a", "b"],
+            ["--3", "1"],
+            ["1_0", "1"],
+            2,
+            np.array(3),
+            torch.tensor(3),
+        )
     ),
     (sp.CollectiveMismatch, "nodes=", {"nodes": differing([0, 1], [0, 0]), "a": 2}),
     (sp.CollectiveMismatch, "axes", {"a": differing(2, 1), "b": differing(1, 2)}),

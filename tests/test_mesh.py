@@ -187,6 +187,18 @@ def test_lengths_and_nodes_are_those_of_ranks_in_another_order_of_axes(comm: Any
     assert found.tolist() == [rank for rank in range(comm.size) for _ in range(rank)]
 
 
+@pytest.mark.parametrize("transport", ["host", "window"])
+@pytest.mark.parametrize("shape", [(2**70,), (2**70, 0), (2**32, 2**31), (0, 2**62, 2**62)])
+@spmd(2)
+def test_a_shape_beyond_int64_is_refused_on_both_ranks(
+    comm: Any, shape: tuple[int, ...], transport: str
+) -> None:
+    with sp.Mesh(comm, transport=transport, sp=2) as mesh:
+        with pytest.raises(sp.RankError, match=r"rank 1: .* bytes were asked for, but rank 1"):
+            sp.shared_empty(shape if comm.rank else (1,), comm=mesh["sp"])
+        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 2
+
+
 @spmd(2)
 def test_numbers_of_numpy_are_those_of_python(comm: Any) -> None:
     two: Any = np.int64(2) if comm.rank else 2

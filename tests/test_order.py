@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import product
 from random import Random
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -15,18 +16,20 @@ import torch
 from hypothesis import strategies as st
 from kit.carriers import CARRIERS
 from mpi4py import MPI
-from oracle.collective_cases import Case, cases
+from oracle.collective_cases import DEFINITIONS, Case, cases
 from oracle.fake_device import DelayedStreams
 from torch import Tensor
 
 import sp_core as sp
 from sp_core import progress
 from sp_core.progress import Progress
+from sp_core.schedules import usable
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, spmd
 from sp_core.transport import Window
 from sp_core.transport.staged import PipelinedTransport
 
+DTYPES = torch.float32, torch.bfloat16
 STARTED = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast"]
 
 
@@ -231,6 +234,41 @@ def test_what_begins_in_inference_mode_goes_on_outside_of_it(comm: Any, carrier:
                 sp.broadcast_start(2 * x, comm=group, algorithm="mpi"),
             ]
         assert [each.wait().sum().item() for each in begun] == [8.0] * 3
+
+
+PLANNED: dict[str, dict[str, Any]] = {
+    **{op: {} for op in ("all_reduce", "all_reduce_")},
+    **{op: {"dim": 0} for op in ("all_gather", "reduce_scatter")},
+    **{op: {"root": 1} for op in ("broadcast", "reduce")},
+    "all_to_all": {"split_dim": 0, "concat_dim": 1},
+    "shift": {"offset": 1, "dim": 0},
+}
+
+
+@pytest.mark.parametrize("transport", ["host", "window"])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("op", PLANNED)
+@spmd(3)
+def test_a_plan_runs_in_and_out_of_inference_mode(
+    comm: Any, op: str, inside: bool, transport: str
+) -> None:
+    """Whether it was made in that mode or not."""
+    base, more = op.removesuffix("_"), ({"op": "max"}, {"op": "min"}) if "all_reduce" in op else ()
+    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
+        group = mesh["sp"]
+        names = usable(group.nodes, base, window=group.window is not None)
+        for algorithm, dtype, further in product(names, DTYPES, ({}, *more)):
+            given = PLANNED[op] | further
+            inputs = [torch.arange(12).view(6, 2).to(dtype) + n for n in range(comm.size)]
+            wanted = DEFINITIONS[base](inputs, given)[comm.rank]
+            x = inputs[comm.rank].clone()
+            with torch.inference_mode(inside):
+                plan = sp.plan(op, x, comm=group, algorithm=algorithm, **given)
+            for mode, start in product((not inside, inside), (False, True)):
+                x.copy_(inputs[comm.rank])
+                with torch.inference_mode(mode):
+                    found = plan.finish(plan.start()) if start else plan.run()
+                assert torch.equal(found, wanted), (algorithm, dtype, further, mode, start)
 
 
 class Held:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -33,6 +35,20 @@ def test_positions_follow_the_start_without_a_gap(
     made = layout(7, 3, start=start)
     found = torch.cat([made.positions(rank) for rank in range(3)])
     assert found.sort().values.tolist() == [*range(start, start + 7)]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.int32, np.int64, np.uint64])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "balanced"])
+def test_sums_of_numbers_of_numpy_do_not_wrap(layout: str, kind: Any) -> None:
+    """Most sums and products of these numbers are beyond the narrow types."""
+    most = min(int(np.iinfo(kind).max), 250)
+    named: Any = {"mask": Mask(causal=True), "chunk": 2} if layout == "balanced" else {}
+    mine = {name: kind(value) if name == "chunk" else value for name, value in named.items()}
+    for numbers in ((most, most, most), (most, 2, 0), (0, most, most)):
+        made = getattr(Sharding, layout)(*map(kind, numbers[:2]), start=kind(numbers[2]), **mine)
+        assert made == getattr(Sharding, layout)(*numbers[:2], start=numbers[2], **named)
+        ends = {type(end) for owned in made.segments for s in owned for end in (s.start, s.stop)}
+        assert ends <= {int}
 
 
 @given(st.integers(1, 40), st.integers(1, 9))

@@ -1,13 +1,9 @@
-"""Test the model of collectives' times, the choice of algorithms, and files of constants."""
+"""Test the model of collectives' times, and the choice of algorithms."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,23 +14,16 @@ from oracle.schedule_cases import nodes_of
 from oracle.tunings import ALPHA, BETA, GAMMA, PLAIN, SLOW, drawn, straight, timed
 
 import sp_core as sp
-from sp_core import measuring, schedules
-from sp_core.mesh import fingerprint
+from sp_core import schedules
 from sp_core.schedules import ALGORITHMS, SCHEDULED, operation, program_of, usable
 from sp_core.testing import given, spmd
 from sp_core.tuning import (
     Curve,
-    FileError,
     Tuning,
     decide,
-    default_path,
-    find,
-    latest,
-    load,
     model,
     modelled,
     predict,
-    save,
 )
 
 
@@ -257,144 +246,3 @@ def test_a_hierarchy_is_offered_only_where_there_are_nodes() -> None:
     assert usable((0, 0), "all_gather", window=True) == tuple(
         name for name in ALGORITHMS["all_gather"] if name != "auto"
     )
-
-
-def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "made" / "here"
-    monkeypatch.setenv("SP_TUNING_DIR", str(folder))
-    assert default_path({"host": "here"}) == folder / "tuning-9ba0a53efaac93e1.json"  # b2sum -l 64
-    known = replace(
-        drawn(3),
-        fingerprint={"host": "here", "mpi": "x"},
-        bind=(1e-6, 2e-6),
-        error=(0.1, 0.2),
-        measured_at="2026",
-    )
-    path = default_path(known.fingerprint)
-    save(known, path)
-    assert {**vars(load(path, known.fingerprint))} == {**vars(known)}
-    assert list(folder.iterdir()) == [path]
-    (folder / "any").touch()
-    assert path.stat().st_mode == (folder / "any").stat().st_mode  # others may read it, too
-    (folder / "tuning-0.json").write_text("damaged")
-    for year, mpi in (("2025", "y"), ("2027", "v"), ("2024", "w")):
-        other = replace(known, fingerprint={"host": "here", "mpi": mpi}, measured_at=year)
-        save(other, default_path(other.fingerprint))
-    newest = latest("here")
-    assert newest is not None
-    assert newest.measured_at == "2027"
-    assert latest("elsewhere") is None
-    monkeypatch.setenv("SP_TUNING", "auto")
-    assert find(lambda: known.fingerprint) is not None
-    assert find(lambda: {"host": "other"}) is None
-    assert find(lambda: known.fingerprint, "off") is None
-
-
-def test_a_write_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tuning-1.json"
-    save(drawn(1), path)
-    before = path.read_text()
-
-    def torn(*_: object) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(os, "replace", torn)
-    with pytest.raises(OSError, match="no room"):
-        save(drawn(2), path)
-    assert path.read_text() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def changed(change: dict[str, Any]) -> str:
-    return json.dumps({**json.loads(GOOD), **change})
-
-
-GOOD = json.dumps(
-    {
-        "schema_version": 1,
-        "fingerprint": {"host": "here"},
-        "nodes": [0, 0],
-        "links": {"node": {"points": [[1, 1.0]]}},
-        "add": {"points": [[1, 1.0]]},
-        "copy": {"points": [[1, 1.0]]},
-        "start": 0.0,
-        "bind": [0, 0],
-        "times": {},
-        "error": [0, 0],
-        "measured_at": "",
-    }
-)
-BROKEN = {
-    "cannot be read": "{",
-    "version None": "[]",
-    "version 0": changed({"schema_version": 0}),
-    "damaged": changed({"add": 3}),
-    "curve": changed({"add": {"points": [[1, -1.0]]}}),
-    "another machine": changed({"fingerprint": {"host": "there"}}),
-}
-
-
-@pytest.mark.parametrize("reason", sorted(BROKEN))
-def test_a_file_that_cannot_be_used_says_why(reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "tuning.json"
-    path.write_text(GOOD)
-    load(path, {"host": "here"})
-    path.write_text(BROKEN[reason])
-    with pytest.raises(FileError, match=reason):
-        load(path, {"host": "here"})
-
-
-@spmd(2)
-def test_a_named_file_that_is_not_there_is_an_error_on_every_rank(comm: Any) -> None:
-    with pytest.raises(ValueError, match="no such file"):
-        sp.Mesh(comm, tuning="/nonexistent/tuning.json", sp=2)
-
-
-@spmd(2)
-def test_the_environment_names_a_file(
-    comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "mine.json"
-    save(timed({"all_reduce": {"mpi": 1.0, "ring": 0.1}}), path)
-    monkeypatch.setenv("SP_TUNING", str(path))
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        assert sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"]).algorithm == "ring"
-
-
-def test_the_doctor_says_what_auto_decides_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
-    path = default_path(fingerprint())
-    known = replace(PLAIN, fingerprint=fingerprint(), error=(0.25, 0.5))
-    for prepare, usable_, texts in (
-        (str, False, ("none; ", "doctor --measure")),
-        (partial(path.write_text, "{"), False, ("cannot be read",)),
-        (partial(save, known, path), True, ("1/beta 10.0 GB/s", "25% (median) or 50%")),
-    ):
-        prepare()
-        there, text = measuring.told()
-        assert there == usable_
-        assert [part in text for part in texts] == [True] * len(texts)
-
-
-def test_variables_name_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for named, folder in (("", tmp_path / "sp_core"), (str(tmp_path / "own"), tmp_path / "own")):
-        monkeypatch.setenv("SP_TUNING_DIR", named)
-        monkeypatch.setenv("SP_TUNING", "")
-        save(replace(PLAIN, fingerprint={"host": "x"}), default_path({"host": "x"}))
-        assert [path.parent for path in folder.glob("*.json")] == [folder]
-        assert find(lambda: {"host": "x"}) is not None
-
-
-def test_an_error_names_the_variable_that_chose_the_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SP_TUNING", str(tmp_path / "none"))
-    with pytest.raises(FileError, match="none: there is no such file; SP_TUNING names it"):
-        find(dict)
-    with pytest.raises(FileError, match=r"no such file$"):
-        find(dict, tmp_path / "none")

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -127,11 +126,11 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
     """
     arguments.check_communicator(comm)
     kind = KINDS[which]
+    given = {n: arguments.plain(v) for n, v in given.items()}  # sums of NumPy's numbers may wrap
     given = {**kind.arguments, "algorithm": "auto", **given}
     for dim in kind.dims:  # `_checked` refuses a dim that is still < 0
-        number = int(given[dim]) if isinstance(given[dim], Integral) else 0
-        if isinstance(x, Tensor) and -x.dim() <= number < 0:
-            given[dim] = number + x.dim()
+        if isinstance(x, Tensor) and type(given[dim]) is int and -x.dim() <= given[dim] < 0:
+            given[dim] += x.dim()
     joined, lengths = kind.joined or ("", "")
     free, tell = (given.get(joined),), bool(joined) and given[lengths] is None
     told = comm.agree_on(
@@ -140,14 +139,11 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
         always=tell,
     )
     if joined:
-        given[lengths] = told if tell else tuple(given[lengths])
+        given[lengths] = told if tell else given[lengths]
     if kind.cut:
         dim, parts = kind.cut
-        given[parts] = (
-            even_sizes(x.shape[given[dim]], comm.size)
-            if given[parts] is None
-            else tuple(given[parts])
-        )
+        if given[parts] is None:
+            given[parts] = even_sizes(x.shape[given[dim]], comm.size)
     if given.pop("deterministic", False) and given["algorithm"] == "auto":
         given["algorithm"] = "pairwise" if comm.window is None else "window"
     return kind.map(comm, **given)
@@ -165,10 +161,7 @@ def _call(
         free_dims: dimensions whose length may differ between ranks, and is not in the text.
         given: the other arguments by name.
     """
-    shown = ", ".join(
-        f"{n}={tuple(map(int, v)) if isinstance(v, Sequence) and not isinstance(v, str) else v}"
-        for n, v in given.items()
-    )
+    shown = ", ".join(f"{n}={v}" for n, v in given.items())
     shape = ", ".join(
         "any" if dim in free_dims else str(length) for dim, length in enumerate(x.shape)
     )
@@ -290,6 +283,11 @@ def _check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
         raise ValueError(
             "a tensor that requires a gradient was given to a sum in place, which has none. "
             "Use all_reduce, or torch.no_grad()."
+        )
+    if in_place and x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "a tensor made in torch.inference_mode() was given to a sum in place outside of it, "
+            "where it cannot be written. Clone it, or make the call in that mode."
         )
     if in_place and maps.overlaps(x):
         raise ShapeError(

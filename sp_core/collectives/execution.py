@@ -217,7 +217,8 @@ class Library(Ready):
     @cached_property
     def _call(self) -> Work:
         """Return the function that runs the collective, prepared once."""
-        return self.comm.prepare(self.operation, *self._buffers)
+        with torch.inference_mode(False):  # later runs may be outside of that mode
+            return self.comm.prepare(self.operation, *self._buffers)
 
 
 @dataclass(frozen=True)
@@ -380,10 +381,9 @@ class BoundWindow(Ready):
         first = self._window.begun % SLOTS
         if first not in self._bound:
             program = program_of(self._operation._replace(first=first), "window")
-            self._bound[first] = (
-                self._work(program, self._window.memory.copying),
-                cost(program, self.dtype),
-            )
+            with torch.inference_mode(False):  # later runs may be outside of that mode
+                work = self._work(program, self._window.memory.copying)
+            self._bound[first] = work, cost(program, self.dtype)
         steps, figures = self._bound[first]
         self._count(figures)
         running = self._window.start(steps, self._what)

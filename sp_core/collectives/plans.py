@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from sp_core.arguments import check_communicator
@@ -34,6 +35,7 @@ class Plan:
         algorithm: name of the algorithm in use; "mpi" is the MPI library's own.
     """
 
+    @torch.inference_mode(False)  # a run outside of that mode could not write buffers made in it
     def __init__(self, mapping: Map, x: Tensor) -> None:
         comm, shared = mapping.comm, replace(mapping, algorithm="window")
         resident = _resident(mapping, shared.prepare(x))
@@ -202,7 +204,8 @@ def all_reduce_(
         `sp_core.schedules.cost`.
 
     Raises:
-        ValueError: x requires a gradient and gradients are enabled.
+        ValueError: x requires a gradient and gradients are enabled; or x was made in
+            torch.inference_mode(), and the call is outside of it.
         ShapeError: elements of x share memory, as in an expanded tensor.
         All others: as `all_reduce`.
     """

@@ -72,7 +72,7 @@ def prefill_only(stages: int, batches: int) -> tuple[Order, ...]:
         TypeError: a number that is not whole.
         ShapeError: no stage, or no micro-batch.
     """
-    _check(stages, batches)
+    stages, batches = _checked(stages, batches)
     return (tuple(Slot("F", batch) for batch in range(batches)),) * stages
 
 
@@ -112,7 +112,7 @@ def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters,
     arXiv:2104.04473, figure 4, top.
     """
-    _check(stages, batches)
+    stages, batches = _checked(stages, batches)
     orders = []
     for stage in range(stages):
         ahead = min(stages - 1 - stage, batches)
@@ -187,17 +187,21 @@ def bubble_share(stages: int, batches: int) -> float:
 
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
     """
-    _check(stages, batches)
+    stages, batches = _checked(stages, batches)
     return (stages - 1) / (batches + stages - 1)
 
 
-def _check(stages: int, batches: int) -> None:
-    """Raise TypeError or ShapeError unless there is at least one stage and one micro-batch."""
+def _checked(stages: int, batches: int) -> tuple[int, int]:
+    """Return both numbers as ints.
+
+    Raise TypeError or ShapeError unless there is at least one stage and one micro-batch.
+    """
     arguments.check("size", stages=stages, batches=batches)
     if stages < 1 or batches < 1:
         raise ShapeError(
             f"{stages} stages and {batches} micro-batches were given; needed at least 1 of each."
         )
+    return int(stages), int(batches)
 
 
 def picture(shown: Timeline, unit: float = 1.0) -> str:

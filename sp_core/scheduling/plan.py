@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from sp_core.arguments import plain
 from sp_core.errors import ShapeError
 from sp_core.segments import split_ranges
 from sp_core.sharding import Sharding
@@ -37,7 +38,9 @@ class Work:
     per_pair: int
 
     def __post_init__(self) -> None:
-        numbers = (self.per_token, self.per_pair)
+        numbers = plain(self.per_token), plain(self.per_pair)
+        for name, number in zip(("per_token", "per_pair"), numbers, strict=True):
+            object.__setattr__(self, name, number)
         if not (_are_finite(numbers) and any(numbers)):
             raise ShapeError(
                 f"per_token={self.per_token} and per_pair={self.per_pair} were given; pass "
@@ -50,6 +53,7 @@ class Work:
 
     def between(self, start: int, stop: int) -> int:
         """Return how many floating-point operations tokens start to stop - 1 of a sequence cost."""
+        start, stop = plain(start), plain(stop)
         pairs = (stop * (stop + 1) - start * (start + 1)) // 2
         return self.per_token * (stop - start) + self.per_pair * pairs
 
@@ -85,6 +89,8 @@ class Plan:
     padded_to: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", plain(self.lengths))
+        object.__setattr__(self, "padded_to", plain(self.padded_to))
         placed = [
             *self.sharded,
             *self.waiting,
@@ -205,7 +211,7 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
     Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2):
     longest processing time first.
     """
-    _check(lengths, size)
+    lengths, size = _checked(lengths, size)
     if not tolerance > 0:
         raise ShapeError(f"tolerance={tolerance} was given; pass a number above 0.")
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
@@ -236,9 +242,9 @@ def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TO
     plan = balanced(lengths, size, work, tolerance)
     waiting = sorted(
         (number for numbers in plan.packed for number in numbers),
-        key=lambda number: (-lengths[number], number),
+        key=lambda number: (-plan.lengths[number], number),
     )
-    return replace(plan, packed=((),) * size, waiting=tuple(waiting))
+    return replace(plan, packed=((),) * plan.size, waiting=tuple(waiting))
 
 
 def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
@@ -249,7 +255,7 @@ def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
     Raises:
         ShapeError: a negative length, or size below 1.
     """
-    _check(lengths, size)
+    lengths, size = _checked(lengths, size)
     return Plan(tuple(lengths), (), tuple(map(tuple, split_ranges(len(lengths), size))))
 
 
@@ -259,7 +265,7 @@ def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
     Raises:
         ShapeError: a negative length, or size below 1.
     """
-    _check(lengths, size)
+    lengths, size = _checked(lengths, size)
     return Plan(
         tuple(lengths), (), tuple(tuple(range(rank, len(lengths), size)) for rank in range(size))
     )
@@ -301,13 +307,18 @@ def _longest_first(
     return Plan(tuple(lengths), tuple(shared), tuple(map(tuple, packed)))
 
 
-def _check(lengths: Sequence[int], size: int) -> None:
-    """Raise ShapeError if a length is negative or not finite, or if `size` is below 1."""
+def _checked(lengths: Sequence[int], size: int) -> tuple[Sequence[int], int]:
+    """Return the arguments of a policy, whole numbers as ints.
+
+    Raise ShapeError if a length is negative or not finite, or if `size` is below 1.
+    """
+    lengths, size = plain(lengths), plain(size)
     if size < 1 or not _are_finite(lengths):
         raise ShapeError(
             f"lengths={list(lengths)!s:.80} on {size} ranks were given; needed lengths >= 0 and "
             "size >= 1."
         )
+    return lengths, size
 
 
 def _are_finite(numbers: Iterable[float]) -> bool:

@@ -171,7 +171,7 @@ def named_device(device: torch.device | str | int | None, rank: int) -> torch.de
         found = torch.device("cpu" if device is None else device)
         if found.type == "cpu" and found.index:
             raise RuntimeError("there is only one CPU device, cpu:0.")
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # the last: a number beyond int64
         text = short_text(error)
         raise DeviceError(f"device={device!r} was given: {text} Pass 'cpu' or 'cuda'.") from None
     if (kind := found.type) == "cpu" or kind not in NAMES:  # `choose` refuses the latter

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sp_core.tuning.model import Curve, Tuning
+from sp_core.tuning.model import LINKS, Curve, Tuning
 
 SCHEMA_VERSION = 1
 """The version of the file format."""
@@ -32,13 +33,23 @@ class FileError(ValueError):
 
 
 def default_path(fingerprint: Mapping[str, str]) -> Path:
-    """Return the path of the file for the constants of a machine. The file need not exist."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sp_core"
-    folder = Path(os.environ.get(FOLDER) or cache)
+    """Return the path of the file for the constants of a machine. The file need not exist.
+
+    Raises:
+        FileError: no variable names a folder, and the user has no home folder.
+    """
+    folder = os.environ.get(FOLDER, "")
+    if not folder:
+        try:
+            folder = f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/sp_core"
+        except RuntimeError:
+            raise FileError(
+                f"there is no home folder for measured constants. Set {FOLDER} to a folder."
+            ) from None
     name = hashlib.blake2b(
         json.dumps(dict(fingerprint), sort_keys=True).encode(), digest_size=8
     ).hexdigest()
-    return folder / f"tuning-{name}.json"
+    return Path(folder) / f"tuning-{name}.json"
 
 
 def find(
@@ -81,10 +92,11 @@ def latest(host: str) -> Tuning | None:
     Args:
         host: the machine's name, as in the fingerprint's "host".
     """
-    folder, found = default_path({}).parent, []
-    for path in sorted(folder.glob("tuning-*.json")):
-        with contextlib.suppress(FileError):
-            found.append(load(path))
+    found = []
+    with contextlib.suppress(FileError):
+        for path in sorted(default_path({}).parent.glob("tuning-*.json")):
+            with contextlib.suppress(FileError):
+                found.append(load(path))
     mine = [tuning for tuning in found if tuning.fingerprint.get("host") == host]
     return max(mine, key=lambda tuning: tuning.measured_at, default=None)
 
@@ -105,7 +117,7 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileError(f"{path}: there is no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FileError(f"{path} cannot be read: {error}") from None
     version = found.get("schema_version") if isinstance(found, dict) else None
     if version != SCHEMA_VERSION:
@@ -115,7 +127,7 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
         )
     try:
         tuning = _tuning(found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FileError(f"{path} is damaged ({error!r}). Measure again.") from None
     if fingerprint is not None and tuning.fingerprint != dict(fingerprint):
         raise FileError(
@@ -149,15 +161,17 @@ def save(tuning: Tuning, path: Path) -> None:
 def _tuning(found: dict[str, Any]) -> Tuning:
     """Convert the JSON object of a file to constants.
 
-    A damaged object raises KeyError, TypeError, ValueError or AttributeError.
+    A damaged object raises KeyError, TypeError, ValueError, AttributeError or OverflowError.
     """
+    if found["links"].keys().isdisjoint(LINKS):
+        raise ValueError(f"links of {LINKS} are needed")
     return Tuning(
         fingerprint={str(key): str(value) for key, value in found["fingerprint"].items()},
         nodes=tuple(int(node) for node in found["nodes"]),
         links={str(kind): _curve(curve) for kind, curve in found["links"].items()},
         add=_curve(found["add"]),
         copy=_curve(found["copy"]),
-        start=float(found["start"]),
+        start=_number(found["start"]),
         bind=_pair(found["bind"]),
         times={
             op: {name: _curve(curve) for name, curve in by_name.items()}
@@ -170,10 +184,17 @@ def _tuning(found: dict[str, Any]) -> Tuning:
 
 def _curve(found: dict[str, Any]) -> Curve:
     """Convert the JSON object of a file to a `Curve`."""
-    return Curve(tuple((int(size), float(seconds)) for size, seconds in found["points"]))
+    return Curve(tuple((int(_number(size)), float(seconds)) for size, seconds in found["points"]))
 
 
 def _pair(found: list[float]) -> tuple[float, float]:
     """Convert a JSON list of two numbers to a pair of floats."""
     first, second = found
-    return float(first), float(second)
+    return _number(first), _number(second)
+
+
+def _number(found: float) -> float:
+    """Convert a JSON number to a float, or raise ValueError if it is negative or not finite."""
+    if not 0 <= float(found) < math.inf:
+        raise ValueError(f"{found} is no finite number >= 0")
+    return float(found)

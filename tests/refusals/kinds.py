@@ -66,10 +66,12 @@ USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     )(x[0, ..., :2]),
 }
 """Functions that communicate, of a tensor of the shape (1, 2, 2, 4)."""
-FORWARDS = USES | {
+IN_PLACE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "all_reduce_": lambda x, mesh: sp.all_reduce_(x, comm=comm_of(mesh)),
     "plan": lambda x, mesh: sp.plan("all_reduce_", x, comm=comm_of(mesh)),
+    "a ring": lambda x, mesh: sp.all_reduce_(x, comm=comm_of(mesh), algorithm="ring"),
 }
+FORWARDS = USES | IN_PLACE
 """The same, and functions without a backward."""
 
 
@@ -222,6 +224,14 @@ ON_ONE_RANK: Table = {
             "FeedForward",
             replaced(lambda _: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16))),
         ),
+        **{
+            f"a tensor of inference mode in {name}": (
+                ValueError,
+                "made in torch.inference_mode() was given to a sum in place outside of it",
+                given(in_place, lambda x: torch.inference_mode()(x.clone)()),
+            )
+            for name, in_place in IN_PLACE.items()
+        },
         "a nested tensor": (
             sp.ShapeError,
             "has layout nested; a dense one is needed. Pass x.to_padded_tensor(0.0).",
