@@ -331,9 +331,8 @@ class RowParallelLinear(_ParallelLinear):
         out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
         if self.bias is None:
             return out
-        return out + (
-            self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm)
-        )
+        bias = self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm)
+        return (out + bias).to(x.dtype)
 
 
 def _sizes_and_call(
