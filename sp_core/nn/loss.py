@@ -192,7 +192,7 @@ def next_token_loss(
     size = max(labels.numel(), 1) if head is None or chunk is None else chunk
     parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
     compute = partial(_cross_entropy, head=head, tensor=tensor, sizes=sizes)
-    losses = tiled(compute, *parts, dim=0).view_as(labels)
+    losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,)).view_as(labels)
     return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
 
 
