@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
@@ -229,7 +230,8 @@ class _ParallelLinear(Weight):
         """Copy this rank's part of a layer. One 32-byte all-reduce.
 
         Args:
-            linear: the whole layer, equal on all ranks.
+            linear: the whole layer, equal on all ranks. Only its weight and bias are copied, so it
+                must not have hooks, parametrizations or a `forward` of its own.
             comm: the communicator whose ranks split the layer. All of them call this.
             sharding: which rank holds which tokens outside a pair of a column and a row layer;
                 None if every rank holds all tokens.
@@ -238,6 +240,7 @@ class _ParallelLinear(Weight):
 
         Raises:
             ShapeError: sizes or sharding do not fit the layer or `comm`; on every rank.
+            TypeError: `linear` computes something else than `nn.Linear` does; on every rank.
             CollectiveMismatch: the ranks' arguments differ; on every rank.
         """
         return cls(linear, comm, sharding, sizes)
@@ -343,7 +346,16 @@ def _sizes_and_call(
     sizes: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], str]:
     """Check the arguments of `from_linear`. Return `sizes`, made if None, and the call as text."""
-    arguments.check_type("linear", linear, nn.Linear, "Pass the whole layer.")
+    remedy = (
+        "Pass the whole layer, without hooks, parametrizations or a forward of its own. Merge what "
+        "these compute into its weight."
+    )
+    arguments.check_type("linear", linear, nn.Linear, remedy)
+    is_changed = type(linear).forward is not nn.Linear.forward or is_parametrized(linear)
+    if is_changed or not is_plain(linear, type(linear)):
+        raise TypeError(
+            f"linear is a {type(linear).__name__} that computes more than its weight says. {remedy}"
+        )
     arguments.check(sizes=sizes)
     if sharding is not None:
         check_sharding(sharding, comm, kind.__name__)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from refusals.calls import Table, Wrong, attention, call, comm_of, scheme
+from refusals.changed import CHANGES
 from refusals.pure import NESTED
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -134,6 +135,16 @@ def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
     return wrong
 
 
+def split(kind: Any, change: Callable[[nn.Linear], Any]) -> Wrong:
+    """Return a parallel layer made of a linear layer that is changed on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        linear = nn.Linear(4, 6)
+        return kind.from_linear(change(linear) if here else linear, comm=comm_of(mesh))
+
+    return wrong
+
+
 EVERYWHERE: Table = {
     "ring": {
         **{
@@ -211,6 +222,15 @@ ON_ONE_RANK: Table = {
                 (-1, ValueError, "seed=-1 was given; pass a number in [0, 2^61)"),
                 (2**61, ValueError, f"seed={2**61} was given; pass a number in [0, 2^61)"),
             )
+        },
+        **{
+            f"a {kind.__name__} of {change}": (
+                TypeError,
+                "Pass the whole layer, without hooks, parametrizations or a forward of its own",
+                split(kind, made),
+            )
+            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
+            for change, made in CHANGES.items()
         },
         "a part of a layer that communicates": (
             TypeError,
