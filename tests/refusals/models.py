@@ -298,16 +298,19 @@ ON_ONE_RANK: Table = {
                 ("-1 tokens", ValueError, "count=-1 was given", lambda x, y: (x, y, None, -1)),
             )
         },
-        "other labels on a tensor rank": (
-            sp.CollectiveMismatch,
-            "labels",
-            lambda mesh, here: next_token_loss(
-                torch.ones(1, 3, 4 // mesh["ulysses"].size),
-                torch.full((1, 3), int(here)),
-                tensor=mesh["ulysses"],
-                data=mesh["ring"],
-            ),
-        ),
+        **{
+            f"labels {other} on a tensor rank, elsewhere [1, 1, 1]": (
+                sp.CollectiveMismatch,
+                "labels",
+                lambda mesh, here, other=other: next_token_loss(  # type: ignore[misc]
+                    torch.ones(1, 3, 4 // mesh["ulysses"].size),
+                    torch.tensor([other if here else [1, 1, 1]]),
+                    tensor=mesh["ulysses"],
+                    data=mesh["ring"],
+                ),
+            )
+            for other in ([1, 1, 2], [0, 1, 2], [0, 3, 0])  # with the same sum, or sums by place
+        },
         "no valid label": (
             ValueError,
             "none of the labels",
