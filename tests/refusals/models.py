@@ -31,8 +31,9 @@ def reduced(
 
 
 def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: Any = 1.0, placed: bool = True) -> float:
-    parameter = nn.Parameter(torch.ones(4))
-    parameter.grad = grad if isinstance(grad, Tensor) else torch.full((4,), grad)
+    grad = grad if isinstance(grad, Tensor) else torch.full((4,), grad)
+    parameter = nn.Parameter(torch.ones(4, dtype=grad.dtype))
+    parameter.grad = grad
     if placed:
         place(parameter, Placement.replicated((4,), mesh["ulysses"].size))
     return clip_gradient_norm([parameter], max_norm, tensor=mesh["ulysses"], stages=mesh["ring"])
@@ -251,6 +252,11 @@ ON_ONE_RANK: Table = {
             sp.ShapeError,
             "a gradient has layout torch.sparse_coo",
             lambda mesh, here: clipped(mesh, grad=torch.ones(4).to_sparse() if here else 1.0),
+        ),
+        "a complex gradient in a norm": (
+            sp.DtypeError,
+            "a gradient has dtype torch.complex64; needed is one of",
+            lambda mesh, here: clipped(mesh, grad=torch.full((4,), 3j if here else 3.0)),
         ),
         "a placement missing for the norm": (
             sp.ShapeError,
