@@ -245,13 +245,24 @@ class _ParallelLinear(Weight):
         """
         return cls(linear, comm, sharding, sizes)
 
+    def _check_parts(self) -> None:
+        """Raise an error, on this rank, if weight or bias cannot be sent."""
+        for name, parameter in self.named_parameters():
+            arguments.check_tensor(parameter, self.comm, name)
+
     def to_linear(self) -> nn.Linear:
         """Return the whole layer as an `nn.Linear` on every rank. Every rank calls this.
 
         Communication:
             One 32-byte all-reduce, one all-gather of the weight, and one of a split bias.
+
+        Raises:
+            CollectiveMismatch: the ranks' dtypes differ, or only some have a bias; on every rank.
+            DeviceError, DtypeError: a parameter cannot be sent; on every rank.
         """
-        self.comm.agree_on(lambda: f"{type(self).__name__}.to_linear() on {self.comm.name}")
+        kinds = {name: part.dtype for name, part in self.named_parameters()}
+        call = f"{type(self).__name__}.to_linear() of {kinds} on {self.comm.name}"
+        self.comm.agree_on(lambda: call, self._check_parts)
         gather = AllGather(self.comm, self.split_dim, self.sizes).run
         weight = gather(self.weight.detach())
         linear = nn.Linear(
@@ -271,7 +282,8 @@ class _ParallelLinear(Weight):
                 x, self.comm, type(self).__name__, self.weight, self.weight.shape[1], tokens
             )
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
-            grad = torch.is_grad_enabled(), x.requires_grad, self.weight.requires_grad
+            learns = [each.requires_grad for each in (x, *self.parameters())]
+            grad = torch.is_grad_enabled(), *learns
             return (
                 f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}) on "
                 f"{self.comm.name}"

@@ -193,7 +193,7 @@ def clipped(mesh: sp.Mesh, drawn: Values) -> Call:
     most["of NumPy"] = np.float32(0.1)
     given = {"parameters": case.given(), "max_norm": most.get(drawn["max_norm"], 3)}
     given |= {"tensor": tensor, "stages": stages if drawn["stages"] == "given" else None}
-    judge = partial(judge_clipped, case.list, gradients, norm, given["max_norm"])
+    judge = partial(judge_clipped, case.list, gradients, norm, float(given["max_norm"]))
     return Call(partial(case.again, clip_gradient_norm, gradients), given, judge)
 
 
