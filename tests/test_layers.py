@@ -242,8 +242,11 @@ def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind:
         assert torch.equal(layer(x, **given), before)
         with pytest.raises(TypeError, match="state_dict"):
             pickle.dumps(layer)
-        other.load_state_dict(layer.state_dict())
-        assert all(torch.equal(a, b) for a, b in pairs)
+        for assign in (False, True):
+            other.load_state_dict(layer.state_dict(), assign=assign)
+            pairs = [*zip(layer.parameters(), other.parameters(), strict=True)]
+            assert all(torch.equal(a, b) for a, b in pairs)
+            assert all(vars(a).get("placement") == vars(b).get("placement") for a, b in pairs)
 
 
 @spmd(2)

@@ -174,10 +174,9 @@ def next_token_loss(
         return f"next_token_loss({x.dtype}, requires_grad={learns}, {count=}, {chunk=})"
 
     def same() -> str:
-        checksum = crc32(labels.cpu().numpy().tobytes())
         return (
             f"{call()}, x {tuple(x.shape) if head is not None else 'with logits'}, labels "
-            f"{tuple(labels.shape)} with checksum {checksum} on {tensor.name}"
+            f"{tuple(labels.shape)} of CRC {crc32(labels.cpu().numpy().tobytes())} on {tensor.name}"
         )
 
     with agreeing_in_turn() as agree_on:

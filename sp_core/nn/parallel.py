@@ -58,6 +58,14 @@ class Weight(nn.Module):
         """Restore a copied or pickled module, and the placements that copied parameters lose."""
         base: Any = super()
         base.__setstate__(state)
+        self._place()
+
+    def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
+        """Load as `nn.Module`, and restore the placements that new parameters do not have."""
+        super()._load_from_state_dict(*given, **named)
+        self._place()
+
+    def _place(self) -> None:
         for name, placement in self.placements.items():
             place(self.get_parameter(name), placement)
 
