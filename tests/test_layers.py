@@ -16,6 +16,7 @@ import pytest
 import torch
 from domains.declared import normal
 from domains.numeric import uniform
+from refusals.changed import CHANGES
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -157,47 +158,6 @@ def test_a_block_between_layers_of_torch_has_the_gradients_of_one_process(comm: 
             torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9)
 
 
-class Adapted(nn.Linear):
-    """A linear layer with a low-rank term (LoRA), whose own weight is frozen."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base.in_features, base.out_features, dtype=base.weight.dtype)
-        self.weight.requires_grad_(False)
-        self.low = nn.Linear(self.in_features, 1, dtype=base.weight.dtype)
-        self.high = nn.Linear(1, self.out_features, dtype=base.weight.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add the low-rank term."""
-        return super().forward(x).add(self.high(self.low(x)))
-
-
-def patched(part: nn.Linear) -> nn.Linear:
-    """Set another forward on a linear layer, as some libraries do."""
-    vars(part)["forward"] = lambda x: nn.Linear.forward(part, x).cos()
-    return part
-
-
-def hooked(name: str, hook: Callable[..., Any], part: nn.Linear) -> nn.Linear:
-    """Register a hook on a linear layer."""
-    getattr(part, name)(hook)
-    return part
-
-
-CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
-    "another class": Adapted,
-    "a sequence": lambda part: nn.Sequential(part, nn.Tanh()),
-    "a parametrization": nn.utils.parametrizations.weight_norm,
-    "another forward": patched,
-    "a forward hook": partial(hooked, "register_forward_hook", lambda part, given, y: 2 * y),
-    "a pre-hook": partial(hooked, "register_forward_pre_hook", lambda part, given: 2 * given[0]),
-    "a backward hook": partial(
-        hooked, "register_full_backward_hook", lambda part, dx, dy: (2 * dx[0],)
-    ),
-    "a backward pre-hook": partial(
-        hooked, "register_full_backward_pre_hook", lambda part, dy: (2 * dy[0],)
-    ),
-}
-"""Changes of a linear layer inside another layer."""
 CHANGED = (
     *(f"attention.{name}_proj" for name in "qkvo"),
     *(f"feed_forward.{name}" for name in ("gate", "up", "down")),
@@ -282,8 +242,11 @@ def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind:
         assert torch.equal(layer(x, **given), before)
         with pytest.raises(TypeError, match="state_dict"):
             pickle.dumps(layer)
-        other.load_state_dict(layer.state_dict())
-        assert all(torch.equal(a, b) for a, b in pairs)
+        for assign in (False, True):
+            other.load_state_dict(layer.state_dict(), assign=assign)
+            pairs = [*zip(layer.parameters(), other.parameters(), strict=True)]
+            assert all(torch.equal(a, b) for a, b in pairs)
+            assert all(vars(a).get("placement") == vars(b).get("placement") for a, b in pairs)
 
 
 @spmd(2)

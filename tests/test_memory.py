@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from domains.declared import normal
 from llama_cases import Case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -226,6 +228,57 @@ def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
             weights = 3 * hidden * features * x.itemsize
             assert live.peak <= 8 * chunk * features * x.itemsize + 40 * x.nbytes + 4 * weights
             assert live.peak < every
+
+
+def feed_forward(mesh: sp.Mesh, chunk: int) -> tuple[Sequence[Tensor], Any]:
+    layer = sp.FeedForward(4, comm=mesh["sp"], gated=True, chunk=chunk)
+    return [*layer.parameters()], layer
+
+
+def split_block(mesh: sp.Mesh, chunk: int) -> tuple[Sequence[Tensor], Any]:
+    heads: Any = (mesh.size, mesh.size)
+    block = ParallelBlock(4, 8, heads, 1, 1e-6, comm=mesh["sp"], dtype=torch.float32, tp_sp=False)
+    given: Any = (lambda q: q, lambda q, k, v: q + k + v, None, chunk)
+    return [*block.parameters()], lambda x: block(x, *given)
+
+
+def loss_of_hidden_states(mesh: sp.Mesh, chunk: int) -> tuple[Sequence[Tensor], Any]:
+    head, labels = torch.empty(5, 4, requires_grad=True), torch.arange(6)[None] % 5
+    given: Any = {"tensor": mesh["sp"], "data": mesh[()], "head": head, "chunk": chunk}
+    return [head], lambda x: next_token_loss(x, labels, **given)
+
+
+CHUNKED = (feed_forward, split_block, loss_of_hidden_states)
+"""Functions that return the weights of a chunked computation, and the computation."""
+
+
+@pytest.mark.parametrize("chunk", [6, 2])
+@pytest.mark.parametrize("made", CHUNKED)
+@spmd(1, 2)
+def test_a_weight_that_changes_before_the_backward_has_no_part_in_it(
+    comm: Any, made: Callable[[sp.Mesh, int], Any], chunk: int
+) -> None:
+    """The gradients are those of the weights in the forward, or torch raises an error."""
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        weights, function = made(mesh, chunk)
+        leaves = [*weights, torch.ones(1, 6, 4, requires_grad=True)]
+        wanted: tuple[Tensor, ...] = ()
+        for changed in (None, *weights):
+            for number, leaf in enumerate(leaves):
+                leaf.data = normal(number, leaf.shape, "float32")
+            total = function(leaves[-1]).square().sum()
+            if changed is not None:
+                with torch.no_grad():
+                    changed.mul_(2)
+            found, told = wanted, "modified"
+            try:
+                found = torch.autograd.grad(total, leaves)
+            except RuntimeError as error:
+                told = str(error)
+            assert "modified" in told
+            wanted = wanted or found
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert wanted
 
 
 @spmd(3)

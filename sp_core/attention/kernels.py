@@ -61,7 +61,7 @@ def block_attention(
 
     Values that no query of the block sees are not read. In a causal or partial block, a NaN or
     infinity that one query sees may spread to queries that do not see it. The kernels multiply
-    hidden values by weight 0. Finite values never spread.
+    hidden values by weight 0. Finite values never spread, unless their scores overflow.
 
     Args:
         q: (B, H, Sq, D), of any strides.

@@ -30,8 +30,9 @@ class Terms(TypedDict, total=False):
             is applied. At least 1.2e-38, the smallest normal float32.
         sinks: (H,), floating: one learned logit per query head. It joins the softmax of each query
             as a key without a value. The log-sum-exp that is returned includes it. All ranks must
-            pass the same values; this is not checked. Each rank gets the gradient of its own
-            queries only. Pass `copy_to_group(sinks, comm=comm)` to sum it over the ranks.
+            pass the same values; this is not checked. Each rank gets the gradient of the
+            queries and heads that it computes. Pass `copy_to_group(sinks, comm=comm)` to sum it
+            over the ranks.
         alibi: H finite slopes, one for each query head, as numbers or as a tensor (H,). Each logit
             is reduced by slope * |query position - key position|. Positions are global. Slopes are
             constants, which get no gradient. With slopes, attention runs on this library's own

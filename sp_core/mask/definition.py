@@ -166,8 +166,8 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
             )
         tensor = positions.to(device=device, dtype=torch.int64)
     else:
-        items = [*positions]
-        if not all(map(_is_position, items)):
+        items = [*positions] if isinstance(positions, Iterable) else positions
+        if items is positions or not all(map(_is_position, items)):
             raise TypeError(
                 f"positions are {items!s:.80}, needed integers below 2**62; pass global token "
                 f"positions"
@@ -183,8 +183,10 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 
 def _is_position(value: Any) -> bool:
     """Return whether a value is an integer between -FAR64 and FAR64, and no bool."""
-    is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
-    return is_whole and abs(index(value)) < FAR64
+    try:
+        return not isinstance(value, bool) and abs(index(value)) < FAR64
+    except TypeError:  # arrays have the method of integers, too
+        return False
 
 
 def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:

@@ -141,7 +141,8 @@ class ParallelBlock(nn.Module):
             longest = max(1, *tokens)
             count = -(-longest // (chunk or longest))
             cuts = zip(*(split_sizes(n, count) for n in tokens), strict=True)
-            return tiled(transform, y.split(split_sizes(y.shape[1], count), 1), cuts, dim=1)
+            parts, reads = y.split(split_sizes(y.shape[1], count), 1), [*self.mlp.parameters()]
+            return tiled(transform, parts, cuts, dim=1, reads=reads)
 
         return pre_norm(
             x, self.input_layernorm, attention, self.post_attention_layernorm, feed_forward

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce
+from sp_core.collectives.build import SUMMABLE
 from sp_core.collectives.maps import overlaps
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
@@ -34,7 +35,8 @@ from sp_core.segments import concatenated, split_ranges
 class Placement:
     """Say which slices of a whole parameter each rank along the tensor axis holds.
 
-    A slice is one index along `dim`. A rank's part consists of all slices that the rank holds.
+    A slice is one index along `dim`. A rank's part consists of all slices that the rank holds. A
+    parameter without dims is a single slice, which every rank holds.
 
     Args:
         shape: the shape of the whole parameter.
@@ -59,7 +61,7 @@ class Placement:
 
         The ranks use the parameter for the same tokens or, if `partial`, for different tokens.
         """
-        return cls(tuple(shape), 0, ((range(shape[0]),),) * size, partial)
+        return cls(tuple(shape), 0, ((range((*shape, 1)[0]),),) * size, partial)
 
     @classmethod
     def split(cls, shape: Sequence[int], dim: int, size: int) -> Placement:
@@ -77,7 +79,8 @@ class Placement:
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that `rank` holds."""
         cut = sum(map(len, self.held[rank]))
-        return (*self.shape[: self.dim], cut, *self.shape[self.dim + 1 :])
+        whole = (*self.shape[: self.dim], cut, *self.shape[self.dim + 1 :])
+        return whole if self.shape else ()
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """Return a copy of the part that `rank` holds, taken from the whole parameter."""
@@ -91,9 +94,9 @@ class Placement:
 
     def join(self, parts: Tensor) -> Tensor:
         """Return the whole parameter. `parts` are all ranks' parts, concatenated in rank order."""
-        return parts.new_empty(self.shape).index_copy_(
-            self.dim, _indices(sum(self.held, ()), parts), parts
-        )
+        whole = parts.new_empty(self.shape or (1,))
+        whole.index_copy_(self.dim, _indices(sum(self.held, ()), parts), parts)
+        return whole.view(self.shape)
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
         """Return the slices of `part`, the part of `rank`, that `rank` counts in a norm.
@@ -105,7 +108,9 @@ class Placement:
         return (
             part
             if first.all()
-            else part.index_select(self.dim, first.nonzero().squeeze(1).to(part.device))
+            else torch.atleast_1d(part).index_select(
+                self.dim, first.nonzero().squeeze(1).to(part.device)
+            )
         )
 
 
@@ -167,6 +172,7 @@ def reduce_gradients(
         ShapeError: with `tensor`, a parameter has no placement, or a placement for other ranks; or
             a gradient is sparse.
         DeviceError: a parameter is not on the device of `data`.
+        DtypeError: a gradient is complex.
         TypeError: an item of `parameters` is not a parameter.
         CollectiveMismatch: the ranks pass different parameters.
 
@@ -196,7 +202,7 @@ def reduce_gradients(
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
     """Return `parameter.grad`, after replacing None by zeros and overlapping memory by a copy."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     elif overlaps(parameter.grad):
         parameter.grad = parameter.grad.contiguous()
     return parameter.grad
@@ -233,6 +239,7 @@ def clip_gradient_norm(
         ShapeError: a parameter has no `placement` (see `place`), or one for different ranks; or a
             gradient is sparse.
         DeviceError: a parameter is not on the device of `tensor`.
+        DtypeError: a gradient is complex.
         CollectiveMismatch: max_norm differs between ranks, or the parameters between those of
             `tensor`.
 
@@ -242,7 +249,7 @@ def clip_gradient_norm(
     others = () if stages is None else (stages,)
 
     def check() -> None:
-        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
+        if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm > 0:
             raise ValueError(
                 f"{max_norm=} was given; pass a number above 0, or infinity to only measure."
             )
@@ -250,7 +257,7 @@ def clip_gradient_norm(
 
     call = f"clip_gradient_norm({max_norm=})"
     _agree_in_turn(lambda: call, check, tensor, *others, own=lambda: _listed(wanted))
-    gradients: list[tuple[Any, Placement]] = [(p.grad, placement) for p, placement in wanted]
+    gradients = [(_own_gradient(p), placement) for p, placement in wanted]
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for x, placement in gradients:
         counted = placement.counted(x, tensor.rank)
@@ -264,7 +271,7 @@ def clip_gradient_norm(
         )
     if norm > max_norm:
         for x, _ in gradients:
-            x.mul_(max_norm / norm)
+            x.mul_(float(max_norm) / norm)
     return norm
 
 
@@ -282,6 +289,7 @@ def _placed(
         DeviceError: on this rank: a parameter is not on the device of `comm`.
         ShapeError: on this rank: a placement is missing, or does not fit the ranks or the shape;
             or a gradient is sparse.
+        DtypeError: on this rank: a gradient is complex.
         TypeError: on this rank: an item of `parameters` is not a parameter.
     """
     arguments.check(parameters=parameters)
@@ -297,7 +305,7 @@ def _placed(
             continue
         arguments.check_tensor(parameter, comm, "a parameter")
         if parameter.grad is not None:
-            arguments.check_tensor(parameter.grad, comm, "a gradient")
+            arguments.check_tensor(parameter.grad, comm, "a gradient", SUMMABLE)
         if tensor is None and "placement" not in vars(parameter):
             found.append((parameter, Placement(tuple(parameter.shape), 0, ())))
             continue

@@ -285,7 +285,7 @@ class FeedForward(ReplicatedLayer):
 
         chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
         random = not all(map(is_plain, self.children()))  # a replaced sub-layer may have dropout
-        return tiled(transform, chunks, dim=0, random=random).view(x.shape)
+        return tiled(transform, chunks, dim=0, reads=weights.values(), random=random).view(x.shape)
 
 
 class TransformerBlock(nn.Module):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -175,7 +176,7 @@ def next_token_loss(
     def same() -> str:
         return (
             f"{call()}, x {tuple(x.shape) if head is not None else 'with logits'}, labels "
-            f"{tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
+            f"{tuple(labels.shape)} of CRC {crc32(labels.cpu().numpy().tobytes())} on {tensor.name}"
         )
 
     with agreeing_in_turn() as agree_on:
@@ -192,7 +193,7 @@ def next_token_loss(
     size = max(labels.numel(), 1) if head is None or chunk is None else chunk
     parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
     compute = partial(_cross_entropy, head=head, tensor=tensor, sizes=sizes)
-    losses = tiled(compute, *parts, dim=0).view_as(labels)
+    losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,)).view_as(labels)
     return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
 
 

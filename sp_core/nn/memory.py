@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,22 +48,37 @@ KEEP_ALL = Saving()
 """Keep all activations for the backward pass."""
 
 
-def recomputed(function: Callable[..., Tensor], *given: Any, random: bool = False) -> Tensor:
+def recomputed(
+    function: Callable[..., Tensor],
+    *given: Any,
+    reads: Iterable[Tensor] = (),
+    random: bool = False,
+) -> Tensor:
     """Return `function(*given)`, and keep only the arguments: backward calls the function again.
+
+    `reads` are tensors that `function` uses without being given them. If an argument or one of
+    these is changed in place before backward, torch raises an error.
 
     Unlike in torch's checkpoint, the second call runs to the end of `function`, so that every rank
     completes all messages.
     Only with `random` may `function` draw from the default generators of torch: the second call
     then draws the same numbers.
     """
+
+    def call(*kept: Any) -> Tensor:
+        return function(*kept[: len(given)])
+
     with set_checkpoint_early_stop(False):
-        return cast(
-            "Tensor", checkpoint(function, *given, use_reentrant=False, preserve_rng_state=random)
-        )
+        made = checkpoint(call, *given, *reads, use_reentrant=False, preserve_rng_state=random)
+        return cast("Tensor", made)
 
 
 def tiled(
-    function: Callable[..., Tensor], *parts: Iterable[Any], dim: int, random: bool = False
+    function: Callable[..., Tensor],
+    *parts: Iterable[Any],
+    dim: int,
+    reads: Collection[Tensor] = (),
+    random: bool = False,
 ) -> Tensor:
     """Call `function` on each part of its arguments in turn, and concatenate the results.
 
@@ -74,9 +89,11 @@ def tiled(
         function: a function from one part of each argument to a tensor.
         parts: for each argument its parts, the same number for every argument.
         dim: the dim along which the results are concatenated.
+        reads: the weights that `function` uses, as in `recomputed`.
         random: whether `function` may draw random numbers.
     """
     calls = list(zip(*parts, strict=True))
     if len(calls) == 1:
         return function(*calls[0])
-    return torch.cat([recomputed(function, *given, random=random) for given in calls], dim)
+    done = [recomputed(function, *given, reads=reads, random=random) for given in calls]
+    return torch.cat(done, dim)

@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
@@ -57,6 +58,14 @@ class Weight(nn.Module):
         """Restore a copied or pickled module, and the placements that copied parameters lose."""
         base: Any = super()
         base.__setstate__(state)
+        self._place()
+
+    def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
+        """Load as `nn.Module`, and restore the placements that new parameters do not have."""
+        super()._load_from_state_dict(*given, **named)
+        self._place()
+
+    def _place(self) -> None:
         for name, placement in self.placements.items():
             place(self.get_parameter(name), placement)
 
@@ -231,7 +240,8 @@ class _ParallelLinear(Weight):
         """Copy this rank's part of a layer. One 32-byte all-reduce.
 
         Args:
-            linear: the whole layer, equal on all ranks.
+            linear: the whole layer, equal on all ranks. Only its weight and bias are copied, so it
+                must not have hooks, parametrizations or a `forward` of its own.
             comm: the communicator whose ranks split the layer. All of them call this.
             sharding: which rank holds which tokens outside a pair of a column and a row layer;
                 None if every rank holds all tokens.
@@ -240,17 +250,29 @@ class _ParallelLinear(Weight):
 
         Raises:
             ShapeError: sizes or sharding do not fit the layer or `comm`; on every rank.
+            TypeError: `linear` computes something else than `nn.Linear` does; on every rank.
             CollectiveMismatch: the ranks' arguments differ; on every rank.
         """
         return cls(linear, comm, sharding, sizes)
+
+    def _check_parts(self) -> None:
+        """Raise an error, on this rank, if weight or bias cannot be sent."""
+        for name, parameter in self.named_parameters():
+            arguments.check_tensor(parameter, self.comm, name)
 
     def to_linear(self) -> nn.Linear:
         """Return the whole layer as an `nn.Linear` on every rank. Every rank calls this.
 
         Communication:
             One 32-byte all-reduce, one all-gather of the weight, and one of a split bias.
+
+        Raises:
+            CollectiveMismatch: the ranks' dtypes differ, or only some have a bias; on every rank.
+            DeviceError, DtypeError: a parameter cannot be sent; on every rank.
         """
-        self.comm.agree_on(lambda: f"{type(self).__name__}.to_linear() on {self.comm.name}")
+        kinds = {name: part.dtype for name, part in self.named_parameters()}
+        call = f"{type(self).__name__}.to_linear() of {kinds} on {self.comm.name}"
+        self.comm.agree_on(lambda: call, self._check_parts)
         gather = AllGather(self.comm, self.split_dim, self.sizes).run
         weight = gather(self.weight.detach())
         linear = nn.Linear(
@@ -270,7 +292,8 @@ class _ParallelLinear(Weight):
                 x, self.comm, type(self).__name__, self.weight, self.weight.shape[1], tokens
             )
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
-            grad = torch.is_grad_enabled(), x.requires_grad, self.weight.requires_grad
+            learns = [each.requires_grad for each in (x, *self.parameters())]
+            grad = torch.is_grad_enabled(), *learns
             return (
                 f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}) on "
                 f"{self.comm.name}"
@@ -333,9 +356,8 @@ class RowParallelLinear(_ParallelLinear):
         out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
         if self.bias is None:
             return out
-        return out + (
-            self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm)
-        )
+        bias = self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm)
+        return (out + bias).to(x.dtype)
 
 
 def _sizes_and_call(
@@ -346,7 +368,16 @@ def _sizes_and_call(
     sizes: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], str]:
     """Check the arguments of `from_linear`. Return `sizes`, made if None, and the call as text."""
-    arguments.check_type("linear", linear, nn.Linear, "Pass the whole layer.")
+    remedy = (
+        "Pass the whole layer, without hooks, parametrizations or a forward of its own. Merge what "
+        "these compute into its weight."
+    )
+    arguments.check_type("linear", linear, nn.Linear, remedy)
+    is_changed = type(linear).forward is not nn.Linear.forward or is_parametrized(linear)
+    if is_changed or not is_plain(linear, type(linear)):
+        raise TypeError(
+            f"linear is a {type(linear).__name__} that computes more than its weight says. {remedy}"
+        )
     arguments.check(sizes=sizes)
     if sharding is not None:
         check_sharding(sharding, comm, kind.__name__)

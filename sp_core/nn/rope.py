@@ -149,6 +149,12 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
     """Return the radians per token of each pair after scaling, float64 (head_dim / 2,)."""
     plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    for name, used in (("rope_theta", base), ("partial_rotary_factor", 1.0)):
+        if (x := scaling.get(name)) not in (None, used):
+            raise ValueError(
+                f"scaling has {name}={x}, but {used} is used. Pass rope_theta as `base`; only all "
+                "pairs of a head can be rotated."
+            )
     kind = _kind(scaling)
     if kind == "default":
         return plain

@@ -214,7 +214,7 @@ class _LinearScatter(EagerFunction):
         tokens = ctx.tokens
         dy, dw = torch.empty_like(y), _zeros(weight)
         for chunk, gathered in _gathered(grad, tokens):
-            tokens.put(dy, chunk, gathered @ weight)
+            tokens.put(dy, chunk, gathered @ weight.to(gathered.dtype))
             _add(dw, gathered, tokens.take(y, chunk))
         return dy, dw.to(weight.dtype), None
 
@@ -262,11 +262,14 @@ def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, featur
 
 
 def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: Chunk) -> Tensor:
-    """Sum this rank's products for the tokens in a chunk; return (B, tokens, features)."""
+    """Sum this rank's products for the tokens in a chunk; return (B, tokens, features).
+
+    A matrix is converted to the dtype of its tokens. Under autocast these dtypes may differ.
+    """
     (y, matrix), *others = products
-    total = tokens.take(y, chunk) @ matrix
+    total = tokens.take(y, chunk) @ matrix.to(y.dtype)
     for y, matrix in others:
-        total += tokens.take(y, chunk) @ matrix
+        total += tokens.take(y, chunk) @ matrix.to(y.dtype)
     return total
 
 

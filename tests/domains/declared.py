@@ -243,7 +243,8 @@ def leaf(x: Tensor, memory: str, *, learns: bool = True) -> Tensor:
 
 def same(found: Any, wanted: Any) -> None:
     """Compare two results bit for bit. Tensors may be on different devices."""
-    if isinstance(wanted, Tensor) or (isinstance(wanted, tuple) and isinstance(wanted[0], Tensor)):
+    first = wanted[0] if isinstance(wanted, tuple) and wanted else wanted
+    if isinstance(first, Tensor):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, check_device=False)
     else:
         assert found == wanted

@@ -7,13 +7,14 @@ from functools import partial
 from random import Random
 from typing import Any, cast
 
+import numpy as np
 import torch
 from oracle.collective_cases import MEMORIES, in_memory, total
 from torch import Tensor, nn
 
 import sp_core as sp
 from domains.declared import Call, Parts, Values, near, same, spans, values, whole
-from domains.placements import HELD, indices
+from domains.placements import HELD, held_of, indices
 from domains.situations import SITUATIONS, on_mesh
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.testing import device
@@ -38,11 +39,11 @@ class Parameters:
         self.drawn, self.tensor, self.stage, chance = drawn, tensor, stage, Random(drawn["seed"])
         self.placements: list[Placement] = []
         for number in range(drawn["parameters.number"]):
-            shape = tuple(chance.randint(1, 6) for _ in range(chance.randint(1, 3)))
-            dim = chance.randrange(len(shape))
+            shape = tuple(chance.randint(1, 6) for _ in range(chance.randint(0, 3)))
+            dim = chance.randrange(max(1, len(shape)))
             kind = drawn["parameters.held"]
             kind = chance.choice(list(HELD)) if kind == "any" else kind
-            held = HELD[kind](chance, shape[dim], tensor.size)
+            held = held_of(kind, chance, shape, dim, tensor.size)
             is_partial = drawn["parameters.partial"] and number % 2 == 0
             is_copy = stage > 0 and number % 3 == 0  # an earlier stage holds the same parameter
             self.placements.append(Placement(shape, dim, held, is_partial, is_copy))
@@ -54,7 +55,13 @@ class Parameters:
         kinds = KINDS[self.drawn["parameters.dtypes"]]
         kind = kinds[number % len(kinds)]
         x = whole(seed, self.placements[number].shape, kind, -4, 4).to(device())
-        return x * UNITS.get(kind, 1) * self.drawn["parameters.magnitude"]
+        x = x * UNITS.get(kind, 1) * self.drawn["parameters.magnitude"]
+        x = x.double() if self.drawn["parameters.grad"] == "float64" else x
+        return x.clone().copy_(x.flatten()[0]) if self.is_expanded(x) else x
+
+    def is_expanded(self, x: Tensor) -> bool:
+        """Return whether all elements of a gradient share one number in memory."""
+        return self.drawn["parameters.grad"] == "expanded" and x.dim() > 0 and x.numel() > 0
 
     def part(self, number: int, whole: Tensor, rank: int) -> Tensor:
         """Return the part of a parameter's whole tensor that a rank of the tensor axis holds."""
@@ -81,16 +88,25 @@ class Parameters:
 
     def parameter(self, number: int) -> nn.Parameter:
         """Return this rank's part of a parameter, with `grad` None; frozen if that was drawn."""
-        mine = in_memory(
-            self.part(number, self.whole(number), self.tensor.rank), self.drawn["parameters.memory"]
-        )
+        kinds = KINDS[self.drawn["parameters.dtypes"]]
+        mine = self.part(number, self.whole(number), self.tensor.rank)
+        mine = mine.to(getattr(torch, kinds[number % len(kinds)]))
+        mine = in_memory(mine, self.drawn["parameters.memory"]) if mine.dim() else mine
         learns = self.drawn["parameters.frozen"] == "none" or number % 2 == 0
-        return place(nn.Parameter(mine.detach(), requires_grad=learns), self.placements[number])
+        made = nn.Parameter(mine.detach(), requires_grad=learns)
+        if self.drawn["parameters.grad"] == "float64":
+            made.grad_dtype = torch.float64
+        return place(made, self.placements[number])
 
     def fill(self, gradients: list[Tensor | None]) -> None:
-        """Put gradients into the parameters, with the memory layout that autograd gives them."""
+        """Put gradients into the parameters, with a memory layout that autograd gives them."""
         for parameter, grad in zip(self.list, gradients, strict=True):
-            parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
+            if grad is None or self.is_expanded(grad):
+                parameter.grad = (
+                    None if grad is None else grad.flatten()[:1].clone().expand_as(grad)
+                )
+            else:
+                parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
 
     def again(self, function: Any, gradients: list[Tensor | None], **named: Any) -> Any:
         """Set the gradients as the backward has left them, then call a function."""
@@ -173,10 +189,11 @@ def clipped(mesh: sp.Mesh, drawn: Values) -> Call:
         if grad is not None and (stage == 0 or number % 3)
     )
     norm = math.sqrt(math.fsum(float(whole.square().sum()) for whole in every))
-    most = {"above": 2 * norm + 1, "below": norm / 4 or 1.0, "infinity": math.inf}
+    most: Values = {"above": 2 * norm + 1, "below": norm / 4 or 1.0, "infinity": math.inf}
+    most["of NumPy"] = np.float32(0.1)
     given = {"parameters": case.given(), "max_norm": most.get(drawn["max_norm"], 3)}
     given |= {"tensor": tensor, "stages": stages if drawn["stages"] == "given" else None}
-    judge = partial(judge_clipped, case.list, gradients, norm, given["max_norm"])
+    judge = partial(judge_clipped, case.list, gradients, norm, float(given["max_norm"]))
     return Call(partial(case.again, clip_gradient_norm, gradients), given, judge)
 
 
@@ -208,6 +225,7 @@ OVER_RANKS: dict[str, Parts] = {
     "parameters.memory": values(*(memory for memory in MEMORIES if memory != "expanded")),
     "parameters.frozen": values("none", "some"),
     "parameters.missing": values("none", "some", "some on a rank"),
+    "parameters.grad": values("of its dtype", "expanded", "float64"),
 }
 
 
@@ -219,12 +237,19 @@ REDUCED: dict[str, Parts] = {
         for name, size in TENSOR["tensor.size"].items()
     },
 }
+NARROW = {
+    "parameters.dtypes": "two",
+    "parameters.grad": "float64",
+    "parameters.missing": "some on a rank",
+}
+"""Parameters with gradients of a wider dtype, which some ranks do not have."""
 SUBJECTS = [
     on_mesh(
         "gradients.reduce_gradients",
         REDUCED | OVER_RANKS | SITUATIONS,
         partial(axes_of, "data"),
         reductions,
+        together=(NARROW,),
     ),
     on_mesh(
         "gradients.clip_gradient_norm",
@@ -235,7 +260,7 @@ SUBJECTS = [
                 "2 to 3": lambda c, v: c.randint(2, 3) if v["stages"] == "given" else 1,
             },
             "parameters.magnitude": values(1, 1e-3, 1e4),
-            "max_norm": values("below", "above", "infinity", "a whole number"),
+            "max_norm": values("below", "above", "infinity", "a whole number", "of NumPy"),
         }
         | TENSOR
         | OVER_RANKS

@@ -43,13 +43,14 @@ def whole_numbers(drawn: Values, key: int, *shape: int) -> Tensor:
 
 def ordinary(drawn: Values) -> nn.Linear:
     """Return the ordinary layer with all weights, the same on every rank."""
-    dtype = getattr(torch, drawn["linear.dtype"])
+    lower = drawn["(autocast)"] == "on, lower weights"
+    dtype = layers.precision(drawn) if lower else getattr(torch, drawn["linear.dtype"])
     linear = nn.Linear(
         drawn["linear.in_features"], drawn["linear.out_features"], drawn["linear.bias"], dtype=dtype
     )
     for key, (name, parameter) in enumerate(linear.named_parameters()):
         numbers = whole_numbers(drawn, key, *parameter.shape)
-        parameter.data = in_memory(numbers, drawn["linear.memory"])
+        parameter.data = in_memory(numbers.to(dtype), drawn["linear.memory"])
         parameter.requires_grad_(drawn["linear.frozen"] not in (name, "all"))
     return linear
 
@@ -67,7 +68,7 @@ class Case:
         self.sharding = (
             layers.sharding_of(drawn, group.size) if drawn["(tokens)"] == "split" else None
         )
-        self.linear = ordinary(drawn)
+        self.linear = ordinary(self.drawn)
         self.sizes = list(drawn["sizes"] or split_sizes(drawn[SPLIT[name]], group.size))
         sharding = self.sharding or sp.Sharding.contiguous(drawn["x.seq_len"], 1)
         self.gathered = places(
@@ -78,6 +79,8 @@ class Case:
         self.grad = whole_numbers(drawn, 6, *shape, drawn["linear.out_features"])
         self.whole = in_memory(self.whole, drawn["x.memory"]).contiguous()
         self.grad = in_memory(self.grad, drawn["x.upstream"]).contiguous()
+        if drawn["(autocast)"] == "on, lower x":
+            self.whole = self.whole.to(layers.precision(self.drawn))
         mine = self.part("x", self.whole)
         self.x = leaf(mine.to(group.device), drawn["x.memory"], learns=drawn["x.gradient"])
 
@@ -98,16 +101,17 @@ class Case:
         )
         whole = nn.functional.linear(x, weight, bias)
         take = self.features if self.is_column else self.tokens
-        self.same(out, take(whole))
+        self.same(out, take(whole), self.x)
         out = layers.called_in("training", self.drawn, layer, x=self.x)
-        self.same(out, take(whole))
+        self.same(out, take(whole), self.x)
         upstream = in_memory(take(self.grad).to(out), self.drawn["x.upstream"])
         whole.backward(self.grad.double())
         for name, found in layers.gradients_of(layer, self.x, out, upstream).items():
             of = {"x": x, "weight": weight, "bias": bias}[name]
             assert of is not None
             assert of.grad is not None
-            self.same(found, self.part(name, of.grad))
+            like = self.x if name == "x" else getattr(self.linear, name)
+            self.same(found, self.part(name, of.grad), like)
         self.judge_whole(layer.to_linear())
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -124,11 +128,11 @@ class Case:
         found = dict(linear.named_parameters())
         assert found.keys() == dict(self.linear.named_parameters()).keys()
         for name, parameter in self.linear.named_parameters():
-            self.same(found[name], parameter)
+            self.same(found[name], parameter, parameter)
 
-    def same(self, found: Tensor, wanted: Tensor) -> None:
-        """Compare bit for bit, in the dtype of the layer."""
-        same(found.detach().cpu(), wanted.detach().to(self.linear.weight.dtype))
+    def same(self, found: Tensor, wanted: Tensor, like: Tensor) -> None:
+        """Compare bit for bit, in the dtype of `like`."""
+        same(found.detach().cpu(), wanted.detach().to(like.dtype))
 
 
 def on_ranks(name: str, group: sp.Communicator, drawn: Values) -> Call:
@@ -170,7 +174,7 @@ SUBJECTS = [
                 "linear.dtype": values(*DTYPES),
                 "linear.frozen": values("none", "weight", "bias", "all"),
                 "linear.memory": values(*MEMORIES),
-                "(autocast)": values("off", "on"),
+                "(autocast)": values("off", "on", "on, lower x", "on, lower weights"),
                 "(mode)": values(*MODES),
                 "(called)": values("forward", "from_linear", "constructor", "to_linear"),
             }
@@ -191,6 +195,11 @@ SUBJECTS = [
                 "linear.dtype": "float32",
                 "linear.bias": "False",
             },
+            *(
+                {"(autocast)": f"on, lower {which}", "linear.dtype": "float32", "(tokens)": tokens}
+                for which in ("x", "weights")
+                for tokens in ("split", "all on every rank")
+            ),
         ),
         covers=tuple(f"{name}.{method}" for method in ("from_linear", "to_linear", "forward")),
     )

@@ -67,6 +67,13 @@ HELD: dict[str, Callable[[Random, int, int], Held]] = {
 """Ways to deal slices to the ranks of the tensor axis; each slice is on at least one rank."""
 
 
+def held_of(name: str, chance: Random, shape: tuple[int, ...], dim: int, size: int) -> Held:
+    """Return the slices of each rank, dealt in the named way; each rank holds a single number."""
+    if not shape:
+        return HELD["all on every rank"](chance, 1, size)
+    return HELD[name](chance, shape[dim], size)
+
+
 def shape_of(chance: Random, drawn: Values, *, dims: tuple[int, int]) -> tuple[int, ...]:
     """Return the shape of a whole parameter."""
     return tuple(chance.randint(1, 5) for _ in range(chance.randint(*dims)))
@@ -80,16 +87,18 @@ PLACED: dict[str, Parts] = {
         "3 to 4 dims": partial(shape_of, dims=(3, 4)),
         "no elements": lambda c, v: (0, 3),
         "many slices": lambda c, v: (c.randint(50, 90), 2),
+        "a number": lambda c, v: (),
     },
-    "dim": {"first": lambda c, v: 0, "last": lambda c, v: len(v["shape"]) - 1},
+    "dim": {"first": lambda c, v: 0, "last": lambda c, v: max(0, len(v["shape"]) - 1)},
 }
+SPLIT = PLACED | {"shape": {n: draw for n, draw in PLACED["shape"].items() if n != "a number"}}
 ASKED: dict[str, Parts] = {
     **PLACED,
     "held": {
-        name: lambda c, v, draw=draw: draw(  # type: ignore[misc]
-            c, v["shape"][v["dim"]], v["size"]
+        name: lambda c, v, name=name: held_of(  # type: ignore[misc]
+            name, c, v["shape"], v["dim"], v["size"]
         )
-        for name, draw in HELD.items()
+        for name in HELD
     },
     "partial": values(False, True),
     "copy": values(False, True),
@@ -109,6 +118,7 @@ def counted(drawn: Values, part: Tensor) -> Tensor:
     lower = torch.cat(
         [indices(drawn["held"], rank) for rank in range(drawn["rank"])] or [indices(((),), 0)]
     )
+    part = torch.atleast_1d(part) if lower.numel() or drawn["copy"] else part
     stays = [
         place
         for place, index in enumerate(indices(drawn["held"], drawn["rank"]).tolist())
@@ -137,7 +147,8 @@ METHODS: dict[str, Callable[[Values, Tensor], tuple[Values, Any]]] = {
     "join": lambda v, whole: (
         {
             "parts": torch.cat(
-                [part_of(v | {"rank": rank}, whole) for rank in range(v["size"])], v["dim"]
+                [torch.atleast_1d(part_of(v | {"rank": r}, whole)) for r in range(v["size"])],
+                v["dim"],
             )
         },
         whole,
@@ -159,7 +170,8 @@ def asked(method: str, drawn: Values) -> Call:
     """Return the call of a placement's method."""
     placement = Placement(*(drawn[name] for name in ("shape", "dim", "held", "partial", "copy")))
     x = whole(drawn["seed"], drawn["shape"], drawn["whole.dtype"], -4, 4)
-    given, wanted = METHODS[method](drawn, in_memory(x, drawn["whole.memory"]))
+    x = in_memory(x, drawn["whole.memory"]) if x.dim() else x
+    given, wanted = METHODS[method](drawn, x)
     assert placement.numel == math.prod(drawn["shape"])
     return Call(getattr(placement, method), given, partial(same, wanted=wanted))
 
@@ -178,7 +190,7 @@ def placed(drawn: Values) -> Call:
 
 def constructed(name: str, drawn: Values) -> Call:
     """Return the call of a constructor of `Placement`, and compare what each rank holds."""
-    length, size = drawn["shape"][0 if name == "replicated" else drawn["dim"]], drawn["size"]
+    length, size = (*drawn["shape"], 1)[0 if name == "replicated" else drawn["dim"]], drawn["size"]
     if name == "replicated":
         given = {"shape": drawn["shape"], "size": size, "partial": drawn["partial"]}
         wanted = Placement(
@@ -210,7 +222,7 @@ SUBJECTS = [
         PLACED | {"partial": values(False, True)},
         partial(constructed, "replicated"),
     ),
-    pure("gradients.Placement.split", PLACED, partial(constructed, "split")),
+    pure("gradients.Placement.split", SPLIT, partial(constructed, "split")),
     *(
         pure(
             f"gradients.Placement.{method}",

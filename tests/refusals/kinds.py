@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from refusals.calls import Table, Wrong, attention, call, comm_of, scheme
+from refusals.changed import CHANGES
 from refusals.pure import NESTED
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -16,6 +17,7 @@ import sp_core as sp
 from sp_core.schemes import SCHEMES
 
 ANY: Any = None
+MISMATCH = sp.CollectiveMismatch
 
 
 def fake(x: Tensor) -> Tensor:
@@ -136,6 +138,52 @@ def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
     return wrong
 
 
+def changed(kind: Any, change: Callable[[Any], Any], use: Callable[[Any], Any]) -> Wrong:
+    """Return a use of a parallel layer with a sharding, which is changed on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        sharding = sp.Sharding.contiguous(2, 2)
+        layer = kind.from_linear(nn.Linear(4, 4), comm=comm_of(mesh), sharding=sharding)
+        layer.weight.requires_grad_(False)
+        if here:
+            change(layer)
+        return use(layer)
+
+    return wrong
+
+
+def called(layer: Any) -> Tensor:
+    """Call a parallel layer that `changed` has made."""
+    tokens = 1 if type(layer) is sp.ColumnParallelLinear else 2
+    made: Tensor = layer(torch.ones(1, tokens, layer.weight.shape[1], dtype=layer.weight.dtype))
+    return made
+
+
+def whole(layer: Any) -> object:
+    """Join a parallel layer."""
+    return layer.to_linear()
+
+
+def unbiased(layer: Any) -> None:
+    """Remove the bias of a layer."""
+    layer.bias = None
+
+
+def other(name: str) -> Callable[[Any], Any]:
+    """Return a function that freezes a parameter of a layer, or lets it learn if it was frozen."""
+    return lambda layer: getattr(layer, name).requires_grad_(not getattr(layer, name).requires_grad)
+
+
+def split(kind: Any, change: Callable[[nn.Linear], Any]) -> Wrong:
+    """Return a parallel layer made of a linear layer that is changed on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        linear = nn.Linear(4, 6)
+        return kind.from_linear(change(linear) if here else linear, comm=comm_of(mesh))
+
+    return wrong
+
+
 EVERYWHERE: Table = {
     "ring": {
         **{
@@ -212,6 +260,31 @@ ON_ONE_RANK: Table = {
                 (1.5, TypeError, "seed=1.5 was given; pass a whole number"),
                 (-1, ValueError, "seed=-1 was given; pass a number in [0, 2^61)"),
                 (2**61, ValueError, f"seed={2**61} was given; pass a number in [0, 2^61)"),
+            )
+        },
+        **{
+            f"a {kind.__name__} of {change}": (
+                TypeError,
+                "Pass the whole layer, without hooks, parametrizations or a forward of its own",
+                split(kind, made),
+            )
+            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
+            for change, made in CHANGES.items()
+        },
+        **{
+            f"{'a whole' if use is whole else 'a call of a'} {kind.__name__} {change}": (
+                error,
+                text,
+                changed(kind, made, use),
+            )
+            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
+            for use, change, error, text, made in (
+                (called, "whose weight learns", MISMATCH, "requires_grad=", other("weight")),
+                (called, "whose bias does not", MISMATCH, "requires_grad=", other("bias")),
+                (called, "in bfloat16", MISMATCH, "bfloat16", nn.Module.bfloat16),
+                (whole, "in bfloat16", MISMATCH, "bfloat16", nn.Module.bfloat16),
+                (whole, "without a bias", MISMATCH, "to_linear() of {'weight': ", unbiased),
+                (whole, "on meta", sp.DeviceError, "is on meta", lambda x: x.to("meta")),
             )
         },
         "a part of a layer that communicates": (

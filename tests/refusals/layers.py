@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from refusals.pure import HERE, ONES, TWO, Row
 
@@ -63,6 +64,17 @@ ROWS: list[Row] = [
             {"rope_type": "yarn", "factor": 2.0},
             {"rope_type": "linear", "factor": None},
             {"factor": 2.0},
+        )
+    ),
+    *(
+        (ValueError, f"scaling has {name}=", partial(sp.Rope, 4, scaling=kind | {name: x}))
+        for name, x in (("rope_theta", 5e5), ("partial_rotary_factor", 0.5))
+        for kind in ({"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}, YARN)
+    ),
+    *(
+        (TypeError, "positions are .*, needed integers", partial(ROPE.apply, ONES, wrong))
+        for wrong in list[Any](
+            [HERE, 3, [torch.ones(2)], np.array([[0], [1]]), [torch.tensor(0.5)]]
         )
     ),
     (ValueError, "base", partial(sp.Rope, 4, base=0.0)),

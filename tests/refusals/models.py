@@ -32,8 +32,9 @@ def reduced(
 
 
 def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: Any = 1.0, placed: bool = True) -> float:
-    parameter = nn.Parameter(torch.ones(4))
-    parameter.grad = grad if isinstance(grad, Tensor) else torch.full((4,), grad)
+    grad = grad if isinstance(grad, Tensor) else torch.full((4,), grad)
+    parameter = nn.Parameter(torch.ones(4, dtype=grad.dtype))
+    parameter.grad = grad
     if placed:
         place(parameter, Placement.replicated((4,), mesh["ulysses"].size))
     return clip_gradient_norm([parameter], max_norm, tensor=mesh["ulysses"], stages=mesh["ring"])
@@ -259,6 +260,11 @@ ON_ONE_RANK: Table = {
             "a gradient has layout torch.sparse_coo",
             lambda mesh, here: clipped(mesh, grad=torch.ones(4).to_sparse() if here else 1.0),
         ),
+        "a complex gradient in a norm": (
+            sp.DtypeError,
+            "a gradient has dtype torch.complex64; needed is one of",
+            lambda mesh, here: clipped(mesh, grad=torch.full((4,), 3j if here else 3.0)),
+        ),
         "a placement missing for the norm": (
             sp.ShapeError,
             "no placement",
@@ -305,16 +311,19 @@ ON_ONE_RANK: Table = {
                 ("-1 tokens", ValueError, "count=-1 was given", lambda x, y: (x, y, None, -1)),
             )
         },
-        "other labels on a tensor rank": (
-            sp.CollectiveMismatch,
-            "labels",
-            lambda mesh, here: next_token_loss(
-                torch.ones(1, 3, 4 // mesh["ulysses"].size),
-                torch.full((1, 3), int(here)),
-                tensor=mesh["ulysses"],
-                data=mesh["ring"],
-            ),
-        ),
+        **{
+            f"labels {other} on a tensor rank, elsewhere [1, 1, 1]": (
+                sp.CollectiveMismatch,
+                "labels",
+                lambda mesh, here, other=other: next_token_loss(  # type: ignore[misc]
+                    torch.ones(1, 3, 4 // mesh["ulysses"].size),
+                    torch.tensor([other if here else [1, 1, 1]]),
+                    tensor=mesh["ulysses"],
+                    data=mesh["ring"],
+                ),
+            )
+            for other in ([1, 1, 2], [0, 1, 2], [0, 3, 0])  # with the same sum, or sums by place
+        },
         "no valid label": (
             ValueError,
             "none of the labels",
