@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -26,7 +27,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Return whether `value` is a real number; not a finite one that a float cannot hold."""
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and not sys.float_info.max < abs(value) < math.inf
 
 
 def _is_number(value: Any) -> bool:

@@ -332,7 +332,9 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
     if nodes is None and not given:
         return []
     nodes = str(given).split(",") if nodes is None else nodes
-    several = hasattr(nodes, "__iter__") and getattr(nodes, "ndim", 1)  # an array may have no dim
+    several = hasattr(nodes, "__iter__") and getattr(
+        nodes, "ndim", True
+    )  # an array may have no dim
     texts = list(map(str, nodes)) if several else [repr(nodes)]
     if size not in (None, len(texts)) or not all(re.fullmatch(r"\s*-?\d+\s*", x) for x in texts):
         raise ValueError(

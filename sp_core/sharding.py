@@ -134,9 +134,8 @@ class Sharding:
             length = -(-length // 2)
             hands, even = deal_chunks(work, size, length)
         parts = (consecutive(sorted(hand)) for hand in hands)
-        return cls(
-            tuple(tuple(tokens[p.start * length : p.stop * length] for p in own) for own in parts)
-        )
+        owned = ((tokens[p.start * length : p.stop * length] for p in own) for own in parts)
+        return cls(tuple(map(tuple, owned)))
 
     @classmethod
     def from_positions(cls, positions: Sequence[Sequence[int]]) -> Sharding:
@@ -168,6 +167,10 @@ class Sharding:
     @cached_property
     def _hash(self) -> int:
         return hash(self.segments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the segments only: in another process the hash of Python 3.11 may differ."""
+        return Sharding, (self.segments,)
 
     @property
     def size(self) -> int:
@@ -283,10 +286,8 @@ class Sharding:
         check(shards=shards)
         given = tuple(length_along(shard, dim) for shard in shards)
         if given != self.lengths:
-            raise ShapeError(
-                f"this sharding has shards of {self.lengths} tokens, but dim {dim} of those given "
-                f"has {given}."
-            )
+            text = f"this sharding has shards of {self.lengths} tokens, "
+            raise ShapeError(f"{text}but dim {dim} of those given has {given}.")
         return self.restore(torch.cat(list(shards), dim), dim)
 
     def restore(self, gathered: Tensor, dim: int) -> Tensor:
@@ -310,12 +311,10 @@ class Sharding:
         """
         check(groups=groups)
         if sorted(rank for group in groups for rank in group) != list(range(self.size)):
-            raise ShapeError(
-                f"groups {groups} must hold each of the ranks 0..{self.size - 1} exactly once."
-            )
-        return Sharding(
-            tuple(tuple(s for rank in group for s in self.segments[rank]) for group in groups)
-        )
+            text = f"groups {groups} must hold each of the ranks 0..{self.size - 1} exactly once."
+            raise ShapeError(text)
+        owned = ((s for rank in group for s in self.segments[rank]) for group in groups)
+        return Sharding(tuple(map(tuple, owned)))
 
     def _checked(self, rank: int) -> int:
         """Return `rank` if it is a rank of this sharding, else raise a ShapeError."""
@@ -336,7 +335,8 @@ class Sharding:
     @cached_property
     def fingerprint(self) -> str:
         """A short text that identifies the sharding, for agreements of ranks and for people."""
-        digest = hashlib.blake2b(repr(self.segments).encode(), digest_size=4).hexdigest()
+        told = [[(*s[:2], len(s)) for s in owned] for owned in self.segments]  # not `stop`
+        digest = hashlib.blake2b(repr(told).encode(), digest_size=4).hexdigest()
         return f"{self.seq_len} tokens over {self.size} ranks #{digest}"
 
     @cached_property

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from llama_cases import Case, Damaged
@@ -240,11 +242,15 @@ def test_each_prompt_of_each_seed_has_random_numbers_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "count"), [({"top_k": 3}, 3), ({"top_p": 0.5}, 2), ({"top_k": 2, "top_p": 0.5}, 1)]
+    ("limits", "count"),
+    [
+        *(({"top_k": np.uint8(3)}, 3), ({"top_p": 0.5}, 2), ({"top_k": 2, "top_p": 0.5}, 1)),
+        *(({"top_p": Fraction(1, 2)}, 2), ({"temperature": Fraction(10**400, 10**400 - 1)}, 4)),
+    ],
 )
 def test_as_many_tokens_are_chosen_from_as_the_limits_leave(limits: Any, count: int) -> None:
     """Four tokens are equally likely. top_p=0.5 leaves half of those that top_k leaves."""
-    rule = Sampling(1.0, **limits)
+    rule = Sampling(**{"temperature": 1.0, **limits})
     drawn = {rule.choose(torch.zeros(4), rule.random(prompt)) for prompt in range(50)}
     assert drawn == {*range(count)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -158,6 +159,18 @@ def test_fingerprints_tell_shardings_apart() -> None:
     ]
     assert len({sharding.fingerprint for sharding in different}) == len(different)
     assert Sharding.zigzag(24, 3).fingerprint == Sharding.zigzag(24, 3).fingerprint
+
+
+@pytest.mark.parametrize("made", [lay(n, 3) for lay in DRAWN.values() for n in range(8)])
+def test_equal_shardings_are_equal_everywhere(made: Sharding) -> None:
+    """That is: in agreements of ranks, and in dicts of another process."""
+    copy = Sharding.from_positions([made.positions(rank).tolist() for rank in range(3)])
+    new = pickle.dumps(made)
+    if copy == made:
+        assert (copy.fingerprint, hash(copy)) == (made.fingerprint, hash(made))
+    made.unshard([made.shard(torch.zeros(made.end), rank, 0) for rank in range(3)], 0)
+    assert pickle.dumps(made) == new  # without what is computed once: its hash is this process's
+    assert hash(pickle.loads(new)) == hash(made)
 
 
 def test_positions_that_are_kept_can_take_part_in_training() -> None:

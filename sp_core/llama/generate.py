@@ -94,13 +94,13 @@ class Sampling:
         order = logits.double().sort(descending=True, stable=True)
         # Differences are at most 0, so no quotient is infinity. The divisor is a tensor, because
         # CUDA multiplies by the reciprocal of a number, which may be infinity.
-        temperature = order.values.new_full((), self.temperature)
+        temperature = order.values.new_full((), float(self.temperature))
         p = ((order.values - order.values[0]) / temperature).softmax(0)
         # Leave out zeros: CUDA rounds each sum in its own way, so zeros at the end may change it.
         p = p[: int(p.count_nonzero())]
         sums = p[: self.top_k].cumsum(0)
         if self.top_p is not None:
-            sums = sums[: torch.searchsorted(sums, self.top_p * sums[-1]) + 1]
+            sums = sums[: torch.searchsorted(sums, float(self.top_p) * sums[-1]) + 1]
         uniform = torch.rand((), generator=random, dtype=torch.float64, device="cpu")
         uniform = uniform.to(sums.device)
         return int(order.indices[torch.searchsorted(sums, uniform * sums[-1], right=True)])
@@ -161,7 +161,7 @@ def generate(
     check_model(model)
     grid = model.grid
     stop = model.config.eos_token_id if stop is None else stop
-    sampling = sampling or Sampling()
+    sampling, max_tokens = sampling or Sampling(), arguments.plain(max_tokens)
     ending: dict[str, Any] = {"stop": stop, "stop_strings": stop_strings, "tokenizer": tokenizer}
     grid.everyone.agree_on(
         lambda: (

@@ -8,6 +8,7 @@ positions b_i to b_(i+1) - 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
@@ -181,12 +182,16 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
     return tensor
 
 
+def _is_whole(value: Any) -> bool:
+    """Return whether a value is an integer, and no bool."""
+    with suppress(TypeError):  # arrays have the method of integers, too
+        return index(value) == value and not isinstance(value, bool)
+    return False
+
+
 def _is_position(value: Any) -> bool:
     """Return whether a value is an integer between -FAR64 and FAR64, and no bool."""
-    try:
-        return not isinstance(value, bool) and abs(index(value)) < FAR64
-    except TypeError:  # arrays have the method of integers, too
-        return False
+    return _is_whole(value) and abs(index(value)) < FAR64
 
 
 def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
@@ -241,7 +246,7 @@ def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, 
         return None
     given: Any = values.tolist() if isinstance(values, Tensor) else values
     items: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-    if any(isinstance(b, bool) or not hasattr(b, "__index__") for b in items):
+    if not all(map(_is_whole, items)):
         raise TypeError(
             f"{name} is {values!r}, needed integers: the boundaries 0 = b0 <= ... <= bn = seq_len"
         )

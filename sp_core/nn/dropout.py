@@ -70,8 +70,8 @@ def dropout(
     places = [range(x.shape[0]), positions, *map(range, x.shape[2:])]
     if features is not None:
         places[-1] = features
-    kept = _uniform(seed, places, x.device) >= p
-    return x.mul(kept.to(x.dtype)).mul(1.0 / (1.0 - p))
+    kept = _uniform(seed, places, x.device) >= float(p)
+    return x.mul(kept.to(x.dtype)).mul(1.0 / (1.0 - float(p)))
 
 
 def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor:

@@ -77,7 +77,7 @@ class Rope:
         self._text = f"Rope({head_dim}, base={float(base)}, scaling={sorted(known.items())})"
 
     def __repr__(self) -> str:
-        """Return head_dim, base and the entries of scaling: equal for equal ropes."""
+        """Return head_dim, base and the entries of scaling: equal for equal arguments."""
         return self._text
 
     def apply(self, x: Tensor, positions: Positions) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -162,7 +163,10 @@ ROWS: list[Row] = [
             (TypeError, "window=True", {"window": True}),
             (TypeError, "needed", {"documents": (0, 1.5)}),
             (TypeError, "documents is 5, needed integers", {"documents": 5}),
-            (TypeError, "needed integers", {"documents": torch.tensor(5)}),
+            (TypeError, "documents is .*, needed integers", {"documents": torch.tensor(5)}),
+            (TypeError, "documents is .*, needed integers", {"documents": np.array([[0, 4]])}),
+            (TypeError, "documents is .*, needed integers", {"documents": [torch.tensor([0, 4])]}),
+            (TypeError, "documents is .*, needed integers", {"documents": ["0", "4"]}),
             (TypeError, "kv_documents is 5, needed integers", {"kv_documents": 5}),
             (TypeError, "needed", {"documents": (False, 4)}),
             (TypeError, "needed", {"documents": torch.tensor([False, True])}),
