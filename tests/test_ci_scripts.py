@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -134,16 +138,78 @@ def test_coverage_is_told_also_of_tests_that_are_red(
     assert [step[-1] for step in steps if "pytest" in step] == ["tests/test_x.py"] * 2
 
 
+def noxfile(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    """Return the names of the noxfile and its sessions, as `nox -- ARGUMENTS` reads them."""
+    sessions = dict[str, Any]()
+
+    def session(body: Any = None, *, name: str = "", **_: Any) -> Any:
+        if body is None:
+            return partial(session, name=name)
+        return sessions.setdefault(name or body.__name__, body)
+
+    nox = Mock(session=session, parametrize=lambda *_: lambda body: body)
+    monkeypatch.setitem(sys.modules, "nox", nox)
+    monkeypatch.setattr(sys, "argv", ["nox", "--", *arguments])
+    names = runpy.run_path(str(Path(__file__).resolve().parent.parent / "noxfile.py"))
+    return names | sessions
+
+
 @pytest.mark.parametrize(("words", "steps"), [([], ""), (["doctor", "smoke"], "doctor smoke")])
 def test_the_steps_of_the_gpu_session_are_one_argument(
     words: list[str], steps: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ci/gpu.sh` takes its steps so, and makes all of them for an empty text."""
-    nox = Mock(session=lambda body=None, **_: body or (lambda body: body))
-    monkeypatch.setitem(sys.modules, "nox", nox)
-    monkeypatch.setattr(sys, "argv", ["nox"])
-    noxfile = runpy.run_path(str(Path(__file__).resolve().parent.parent / "noxfile.py"))
-    noxfile["gpu"].__globals__["_prepare"] = Mock(return_value=sys.executable)
+    names = noxfile(monkeypatch)
+    names["gpu"].__globals__["_prepare"] = Mock(return_value=sys.executable)
     session = Mock(posargs=words)
-    noxfile["gpu"](session)
-    assert session.run.call_args.args[2:] == (noxfile["REPORTS"] / "gpu", steps)
+    names["gpu"](session)
+    assert session.run.call_args.args[2:] == (names["REPORTS"] / "gpu", steps)
+
+
+@pytest.mark.parametrize("given", ["python3", "a folder/python3", "absent", ""])
+def test_torch_is_borrowed_from_the_python_of_the_caller(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session's own programs come first on its PATH. SP_TORCH never names one of them."""
+    ours, theirs = tmp_path / "tests-mpi-openmpi" / "bin", tmp_path / "a folder"
+    for place in (ours / "python3", ours / "absent", theirs / "python3"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        program(place, "")
+    names = noxfile(monkeypatch)
+    monkeypatch.setenv("PATH", str(theirs))
+    monkeypatch.setenv("SP_TORCH", str(tmp_path / given) if "/" in given else given)
+    session = Mock(cache_dir=tmp_path / "cache", env={})
+    names["_prepare"](session, "openmpi")
+    assert session.env["PATH"] == f"{ours}{os.pathsep}{theirs}"
+    calls = [call.args for call in session.run_install.mock_calls if call.args]
+    (borrowed,) = (call[3:] for call in calls if "borrow_torch.py" in str(call[1]))
+    found = [shutil.which(one, path=session.env["PATH"]) for one in borrowed]
+    expected = str(theirs / "python3") if "python3" in given else None
+    assert found == ([expected] if given else [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "runs"),
+    [
+        ("", 2),
+        ("--out mine.json", 0),
+        ("--resume --out=mine.json", 0),
+        ("--out mine-{mpi}.json", 2),
+        ("--mpi mpich --out mine.json", 1),
+        ("--show mine.json", 1),
+    ],
+)
+def test_no_record_of_an_mpi_replaces_that_of_another(
+    arguments: str, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of the benchmarks write one file. Others write a folder for both MPIs."""
+    names = noxfile(monkeypatch, *arguments.split())
+    names["_prepare"].__globals__["_prepare"] = Mock(return_value=sys.executable)
+    several = {name: p for name, p in names["PROGRAMS"].items() if len(p.mpis) > 1}
+    assert {"growth", "deaths"} <= {*several}
+    for name, one in several.items():
+        session = Mock(posargs=arguments.split(), error=Mock(side_effect=SystemExit))
+        refused = runs == 0 and one.command.startswith("benchmarks ")
+        with pytest.raises(SystemExit) if refused else nullcontext():
+            names[name](session)
+        assert session.run.call_count == (runs if runs or refused else 2), name

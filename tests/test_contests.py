@@ -113,6 +113,16 @@ def test_other_rounds_or_another_machine_are_not_resumed(
     assert "differs in machine from what" in capsys.readouterr().err
 
 
+def test_only_the_name_of_the_mpi_is_put_into_the_name_of_a_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launching, "run", lambda *_: {**RIGHT})
+    monkeypatch.setattr(contest, "installed", lambda: "an mpi")
+    out = str(tmp_path / "{}-{mpi}-{date}-{0.json")
+    assert growth.growth(["--only", "computed", "--out", out]) == 0
+    assert [one.name for one in tmp_path.iterdir()] == ["{}-an mpi-{date}-{0.json"]
+
+
 @pytest.mark.parametrize("degree", [-1.0, 0.0, 0.5, 1.0, 2.0])
 def test_the_exponent_of_a_power_is_found_beside_a_constant_at_small_sizes(degree: float) -> None:
     values = [1e9, *(3 * size**degree for size in SIZES[1:])]

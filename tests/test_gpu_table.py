@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,7 +14,7 @@ import torch
 import sp_core as sp
 from benchmarks.contests import gpu
 from benchmarks.contests.gpu import rows
-from benchmarks.machine import device, facts
+from benchmarks.machine import ASKED, device, facts
 from sp_core import transport
 from sp_core.testing import run_threads, session
 
@@ -118,6 +119,22 @@ def test_a_gpu_is_known_by_its_uuid(
         world.allgather.assert_called_with(told[rank])
         with nullcontext() if numbers else pytest.raises(sp.DeviceError, match="--sp-share-gpu"):
             assert session.device().index == numbers[rank]
+
+
+def test_readings_are_those_of_the_gpu_that_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may see some GPUs only, in another order than nvidia-smi."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text('#!/bin/sh\ncase "$*" in *"-i GPU-b") echo 550.1, 1980, 40, 350.5;; esac\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    properties = SimpleNamespace(uuid="b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    world = MagicMock(size=1, rank=0, **{"allgather.return_value": ["b"]})
+    found = facts(world, torch.device("cuda", 0), "ipc")["device"]
+    assert [found[name] for name in ASKED] == ["550.1", 1980, 40, 350.5]
 
 
 @pytest.mark.parametrize(("gpus", "count"), [("ab", 2), ("aa", 1)])

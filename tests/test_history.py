@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,24 @@ def test_a_change_is_marked_in_the_plot() -> None:
     (picture,) = history.pictures(history.collect(runs(16, change=12)))
     marks = [list(np.asarray(one.get_xdata())) for one in picture.figure.axes[0].get_lines()]
     assert marks.count([11.5, 11.5]) == 1
+
+
+@pytest.mark.parametrize("lost", [(), (0,), (5, 13), (15, 16, 17), range(0, 18, 4)], ids=str)
+def test_every_point_stands_over_its_commit_if_runs_lack_another(lost: Sequence[int]) -> None:
+    """P = 2 was not measured in some runs, P = 4 not in the first two."""
+    alone = [one for number, one in enumerate(runs(18, change=12)) if number not in lost]
+    four = made.case("schemes", "ring", "zigzag", 4)
+    others = [made.again(one, case=four, timing=made.timing(4, 0.1)) for one in runs(18)[2:]]
+    (drawn,) = history.pictures(history.collect([*alone, *others]))
+    axes: Any = drawn.figure.axes[0]
+    lines = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
+    commits = sorted({one.commit.sha or "" for one in (*alone, *others)})
+    for records, label in ((alone, "P = 2"), (others, "P = 4")):
+        assert lines[label] == [commits.index(one.commit.sha or "") for one in records]
+    first = next(one.commit.sha or "" for one in alone if one.run_id >= "run-012")
+    assert lines["level changed"] == [commits.index(first) - 0.5] * 2
+    for place, tick in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True):
+        assert tick.get_text() == commits[int(place)][:7]
 
 
 UNIT = re.compile(r"\((ms|%|GB/s|bytes|number|name|in order of recording)\)$")

@@ -75,6 +75,8 @@ def test_a_text_that_is_not_there_once_is_stale() -> None:
         (Ending(1, {}, f"{trial.ENDED}{trial.TIME_IS_UP} after 9 s ====\n"), "hung", ""),
         (Ending(1, {}, f"==== {trial.ENDED}a rank ... ====\n"), "killed", "the launcher"),
         (Ending(136, {}, ""), "killed", "the process died"),
+        *((Ending(code, {}, ""), "broken", "") for code in (128, 160, 255)),  # of no signal
+        (Ending(255, {}, SMALL.file), "killed", "the session"),
         (Ending(1, {}, "worst error over bound: 0.7"), "killed", "the session"),
         (Ending(1, {}, f"{trial.UNENDED}01:00)!"), "killed", "the session"),
         (Ending(2, {}, "ERROR collecting"), "broken", ""),

@@ -164,10 +164,24 @@ def test_what_makes_a_row_doubtful_is_said(change: dict[str, Any], flags: tuple[
 def test_the_newest_commit_and_the_head_are_shown_in_full() -> None:
     pair = {"index": 0, "stage": "screen", "slot": 0, "coin": 0, "seed": 1}
     records = [made.record(RING, 0.1, pair={**pair, "side": side}) for side in ("head", "base")]
-    commit = {**made.dicts(records[0])["commit"], "sha": "b" * 40}
-    older = made.record(RING, 0.2, run_id="20250101T000000Z-a", commit=commit)
+    older = made.again(made.record(RING, 0.2), run_id="2025", commit={"sha": "b" * 40})
     found = [(s.commit[:2], s.side) for s in derive.by_setting([*records, older])]
     assert found == [("bb", ""), ("aa", "base"), ("aa", "head")]
+
+
+@pytest.mark.parametrize(("digit", "kept"), [("0", (0, 1)), ("f", (0, 1, 2, 3)), ("f", (2,))])
+def test_all_that_the_newest_run_was_to_measure_is_shown(digit: str, kept: tuple[int, ...]) -> None:
+    """Transports differ in the fingerprint; what failed has none. Run 2027 has no times at all."""
+    old, *what = (made.case("schemes", "ring", name, 2) for name in "oabl")
+    other = made.again(made.record(what[1], 0.1), env={"fingerprint": digit * 16})
+    lost = made.failed(what[2], "missing", "it died")
+    every = [made.record(what[0], 0.1), other, lost, made.again(lost, run_id="2027")]
+    past: Any = {"run_id": "2025", "commit": {"sha": "b" * 40, "dirty": False}}
+    ago = [made.again(one, **past) for one in (made.record(old, 0.2), made.failed(old, "oom", "-"))]
+    shown = list(newest(derive.by_setting([*ago, *(every[place] for place in kept)])))
+    rows = [row[0] for one in shown for table in one.tables for row in table.rows]
+    assert {row for row in rows if "/" in row} == {every[place].case.id for place in kept}
+    assert shown[0].text == f"Below: commit {'a' * 10}."
 
 
 def everywhere(foreign: str, text: str = "") -> Page:

@@ -134,7 +134,7 @@ class Contest:
         if not entries:
             raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
         path = str(options.out)
-        out = writable(Path(path.format(mpi=installed()) if "{mpi}" in path else path))
+        out = writable(Path(path.replace("{mpi}", installed()) if "{mpi}" in path else path))
         fresh = {"schema_version": SCHEMA_VERSION, "commit": commit(), "machine": machine()}
         document = {**fresh, **known}
         if options.resume and out.exists():

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,6 +46,11 @@ class Setting:
     side: str
     fingerprint: str
     harness: str
+
+    @property
+    def what(self) -> tuple[str, str, bool, str]:
+        """Everything but the machine. A comparison's head comes after its base."""
+        return self.side, self.sha, self.dirty, self.harness
 
     @property
     def commit(self) -> str:
@@ -131,11 +136,32 @@ def _problem(case: Case) -> Case:
 
 
 def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
-    """Return the records of each setting; that of the newest run is last, and head after base."""
+    """Return the records of each setting; a setting of the newest commit is last.
+
+    The newest commit is that of the newest run, or its head. Its last setting is one with times, if
+    there is any.
+    """
     found = dict(grouped(records, setting_of))
     newest = {setting: max(record.run_id for record in group) for setting, group in found.items()}
-    order = sorted(found, key=lambda s: (s.fingerprint != "", newest[s], s.side, s))
+    last = {s.what: newest[s] for s in sorted(found, key=newest.__getitem__)}
+    order = sorted(found, key=lambda s: (last[s.what], s.what, s.fingerprint != "", newest[s], s))
     return {setting: found[setting] for setting in order}
+
+
+def latest(groups: dict[Setting, list[Record]]) -> list[Record]:
+    """Return the records of the last setting, and those that its newest run has of other settings.
+
+    One run has a setting for each transport, and one for records without times. If a later run of
+    the same commit has no times at all, its records are returned, too.
+
+    Args:
+        groups: as `by_setting` returns them; not empty.
+    """
+    *_, (setting, records) = groups.items()
+    same = {s: group for s, group in groups.items() if s.what == setting.what}
+    runs = {max(r.run_id for r in records), max(r.run_id for r in chain(*same.values()))}
+    others = (r for s, group in same.items() if s != setting for r in group)
+    return records + [r for r in others if r.run_id in runs]
 
 
 def rows(records: Iterable[Record]) -> list[Row]:

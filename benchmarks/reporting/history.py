@@ -47,11 +47,13 @@ class Point:
     """One run of one case.
 
     Args:
+        run: the run's id, which orders the runs.
         commit: short name of the commit.
         seconds: median over the launches of the run.
         doubtful: whether a launch had a flag that makes its time doubtful.
     """
 
+    run: str
     commit: str
     seconds: float
     doubtful: bool
@@ -94,8 +96,8 @@ def collect(records: Iterable[Record]) -> list[Series]:
 
 def _series(place: tuple[str, int, str, str], runs: dict[tuple[str, str], list[Record]]) -> Series:
     points = tuple(
-        Point(commit, statistics.median(one.seconds for one in group), any(map(flags, group)))
-        for (_, commit), group in runs.items()
+        Point(*run, statistics.median(one.seconds for one in group), any(map(flags, group)))
+        for run, group in runs.items()
     )
     return Series(*place, points, tuple(changes([point.seconds for point in points])))
 
@@ -139,21 +141,22 @@ def pictures(series: Sequence[Series]) -> Iterator[Picture]:
 
 def draw(axes: Axes, group: Sequence[Series]) -> None:
     """Draw time against commits, a line for each P; mark where a level changed."""
-    longest = max((one.points for one in group), key=len)
+    runs = sorted({(point.run, point.commit) for one in group for point in one.points})
+    places = {run: float(place) for place, run in enumerate(runs)}
     for number, one in enumerate(group):
-        offset = len(longest) - len(one.points)  # puts the newest runs of all series at the right
-        points = [(float(offset + i), point.seconds * 1e3) for i, point in enumerate(one.points)]
+        points = [(places[point.run, point.commit], point.seconds * 1e3) for point in one.points]
         line(axes, number, points, [point.doubtful for point in one.points], f"P = {one.ranks}")
     log_axis(axes.yaxis)
     for one in group:
         for change in one.changes:
-            at = len(longest) - len(one.points) + change.at - 0.5
+            first = one.points[change.at]
+            at = places[first.run, first.commit] - 0.5
             axes.axvline(at, color=INK, linestyle="--", linewidth=1, label="level changed")
     hollow(axes, ["doubtful"] * any(point.doubtful for one in group for point in one.points))
     axes.set(xlabel="commit (in order of recording)", ylabel="time of one step (ms)")
-    step = math.ceil(len(longest) / LABELS)  # name as many commits as fit, and the last one
-    places = list(range(len(longest) - 1, -1, -step))[::-1]
-    plain_ticks(axes.xaxis, places, [plain(longest[place].commit)[:7] for place in places])
+    step = math.ceil(len(runs) / LABELS)  # name as many commits as fit, and the last one
+    named = range(len(runs) - 1, -1, -step)[::-1]
+    plain_ticks(axes.xaxis, list(named), [plain(runs[place][1])[:7] for place in named])
     axes.tick_params("x", rotation=90)
 
 

@@ -89,7 +89,7 @@ def newest(groups: dict[derive.Setting, list[Record]]) -> Iterator[Section]:
     """Yield the sections of a report: all settings, then plots and tables of the newest one."""
     if not groups:
         return
-    newest, records = list(groups.items())[-1]
+    newest, records = list(groups)[-1], derive.latest(groups)
     rows = derive.rows(records)
     side = ", head of the comparison" * (newest.side == "head")
     text = f"Below: commit {newest.commit}{side}." * (len(groups) > 1)

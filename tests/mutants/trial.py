@@ -135,7 +135,7 @@ def judged(stage: str, ending: Ending, file: str) -> Outcome:
     if ENDED in text:
         words = text.partition(ENDED)[2].splitlines()[0].strip(" =")
         return Outcome("killed", stage, "the launcher", words=words)
-    if code > DIED:
+    if code - DIED in {*signal.Signals}:
         return Outcome("killed", stage, "the process died", words=signal.Signals(code - DIED).name)
     words = f"exit code {code}: {' '.join(text.split())[-200:]}"
     if UNENDED in text:
