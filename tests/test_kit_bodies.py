@@ -10,9 +10,9 @@ from unittest import SkipTest
 
 import pytest
 from hypothesis import strategies as st
-from kit.failing import assert_told, failure_of, leads
+from kit.failing import SEARCH, assert_told, failure_of, leads
 
-from sp_core.testing import given, spmd
+from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.outcome import RankFailure
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
@@ -35,6 +35,8 @@ def test_a_body_leaves_a_test_as_pytest_lets_it(leave: Any, expected: Any) -> No
     """A skip on only one rank is a failure, which test_kit_faults.py tests."""
     with pytest.raises(expected, match="not here"):
         spmd(2)(lambda comm: leave("not here"))()
+    with pytest.raises(expected, match="not here"):
+        run_threads(2, lambda comm: leave("not here"))
     if leave is pytest.xfail:
         with pytest.raises(expected, match="not here"):
             given(nprocs=2, n=st.integers(0, 9))(lambda comm, n: leave("not here"))()
@@ -60,11 +62,21 @@ class Exit(Exception):
     __repr__ = __str__
 
 
+class Keyed(Exception):
+    """An error of a program with an attribute that the kit's own errors have."""
+
+    def __init__(self, key: object) -> None:
+        super().__init__("what was wrong")
+        self.key = key
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
         (Exit(), ("RankFailure[Exit at", "<str() of Exit failed>")),
         (ValueError("caf\udce9"), ("caf\udce9",)),
+        (Keyed(None), ("RankFailure[Keyed at", "Keyed on rank 1 of 2: what was wrong")),
+        (Keyed("abc"), ("RankFailure[Keyed at", "Keyed on rank 1 of 2: what was wrong")),
     ],
 )
 def test_an_error_with_an_odd_text_is_told(error: Exception, said: tuple[str, ...]) -> None:
@@ -132,6 +144,29 @@ def test_a_body_that_returns_a_result_fails() -> None:
 
     text = failure_of(given(n=st.integers(0, 9))(body))
     assert_told(text, "body returned False. The body of a test must return None: use `assert`")
+
+
+def test_what_a_rank_does_to_its_arguments_no_other_rank_and_no_report_sees() -> None:
+    @SEARCH
+    @given(nprocs=2, numbers=st.lists(st.integers(0, 9), min_size=1))
+    def body(comm: Any, numbers: list[int]) -> None:
+        drawn = [*numbers]
+        numbers[:] = [10]
+        assert comm.bcast(drawn) == drawn, "ranks differ"
+        assert len(drawn) < 3, "long"
+
+    text = failure_of(body)
+    assert "ranks differ" not in text
+    assert_told(text, "long", "@example(nprocs=2, numbers=[0, 0, 0])")
+
+
+@given(nprocs=2, numbers=st.lists(st.integers(0, 9), min_size=1))
+def test_arguments_that_a_body_empties_are_whole_in_every_run(
+    comm: Any, numbers: list[int]
+) -> None:
+    comm.Barrier()
+    assert numbers
+    numbers.clear()
 
 
 @pytest.mark.mpi  # one report is made of those of all ranks

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock, call
+from unittest.mock import Mock, call, patch
 
 import hypothesis
 import pytest
@@ -294,6 +294,25 @@ class TestMethods:
         assert tmp_path.is_dir()
         assert power in (1, 2)
         assert comm.allreduce(1) == comm.size
+
+    @patch("os.getlogin")
+    @spmd(2)
+    def test_what_a_decorator_adds_comes_after_the_communicator(
+        self, comm: Any, login: Mock
+    ) -> None:
+        assert isinstance(self, TestMethods)
+        assert comm.allreduce(1) == 2
+        assert os.getlogin is login
+
+
+@patch("os.getppid")
+@patch("os.getlogin")
+@given(nprocs=2, n=st.integers(0, 3))
+def test_arguments_of_decorators_come_in_their_order(
+    comm: Any, login: Mock, parent: Mock, n: int
+) -> None:
+    assert comm.allreduce(1) == 2
+    assert (os.getlogin, os.getppid) == (login, parent)
 
 
 def test_a_profile_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def config(limit: str = "0.5", **options: object) -> Any:
     return Mock(
         getoption=getoption,
         getini={"sp_max_error_ratio": limit}.get,
-        spec=["getoption", "getini", "addinivalue_line", "pluginmanager"],
+        spec=["getoption", "getini", "addinivalue_line", "pluginmanager", "add_cleanup"],
     )
 
 
@@ -95,6 +95,15 @@ def test_ranks_under_mpi_make_one_session(
     joined = [call.register(ranks.return_value, "sp_core_ranks")] * (option != "other")
     assert found.pluginmanager.mock_calls == joined
     assert ranks.mock_calls == [call(found, session.current)] * (option != "other")
+
+
+def test_a_session_inside_another_ends_with_the_other_in_its_place(current: Session) -> None:
+    inner = config()
+    plugin.pytest_configure(inner)
+    assert session.current is not current
+    for added in inner.add_cleanup.call_args_list:
+        added.args[0]()
+    assert session.current is current
 
 
 @pytest.mark.parametrize(

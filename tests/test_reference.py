@@ -280,6 +280,10 @@ INF, NAN = torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.nan])
         (ONE[None], ONE, ONE, math.inf),
         (ONE[:0], ONE[:0], ONE[:0], 0),
         (torch.tensor([1.5, 1.1]), ONE, torch.tensor([2.0, 0.05]), 2.0),
+        (ONE * 2, ONE, -ONE, math.inf),
+        (ONE, ONE, -ONE, math.inf),
+        (ONE * 2, ONE, ONE * -math.inf, math.inf),
+        (ONE * 2, ONE, ONE * -0.0, math.inf),
     ],
 )
 def test_error_ratio_of_what_is_not_a_number(

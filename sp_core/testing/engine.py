@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,7 +51,7 @@ from sp_core.testing.plan import (
     signature,
     sweep,
 )
-from sp_core.testing.run import ThreadsHung, run_body, run_ranks
+from sp_core.testing.run import ThreadsHung, assuming, run_body, run_ranks
 
 __tracebackhide__ = True  # pytest shows no frames of this file
 Body = Callable[..., None]
@@ -97,7 +96,7 @@ def given(
             60 examples scales this up in proportion; `brief` and `soak` scale it down.
         max_ranks: greatest number of ranks that the default `nprocs` draws.
         strategies: each draws the argument of its name. Draw specifications (sizes, a seed), not
-            data: the values are pickled and printed.
+            data: the values are pickled and printed. Each rank gets copies.
 
     Returns:
         A decorator, which returns the function that pytest calls.
@@ -164,10 +163,12 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Plan) -> Body:
     """
 
     @functools.wraps(body)
-    def test(*instance: Any, **fixtures: Any) -> None:
-        inspect.signature(test).bind(*instance, **fixtures)  # names an argument that is missing
-        spec = Spec(functools.partial(body, *instance), fixtures, body, vars(test))
-        run(spec, plan)
+    def test(*args: Any, **fixtures: Any) -> None:
+        taken = inspect.signature(test)
+        taken.bind(*args, **fixtures)  # names an argument that is missing
+        named = dict(zip(taken.parameters, args, strict=False)) | fixtures
+        own = [named.pop("self")] if "self" in taken.parameters else []
+        run(Spec(functools.partial(body, *own), named, body, vars(test)), plan)
 
     vars(test).update(
         __signature__=signature(body, drawn),
@@ -188,10 +189,7 @@ def run(spec: Spec, plan: Plan) -> None:
     """
     current = session.current
     current.tally.tests += 1
-    with warnings.catch_warnings():
-        # Hypothesis knows only the thread that draws; `assume` works on the other ranks all the
-        # same
-        warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
+    with assuming():
         if current.control is None:
             _lead(spec, plan, current.attempt or _on_threads)
         elif current.control.rank == 0:

@@ -112,7 +112,8 @@ def capture(error: BaseException | None) -> Outcome:
     own = [place for place in frames if owner(place[0]) in ("library", "test")]
     file, line = (own or frames or [("", 0)])[-1]
     name = next(kind for kind in type(root).__mro__ if kind not in (Woken, Mismatched)).__name__
-    name, file, line = getattr(root, "key", (name, file, line))
+    if isinstance(root, RankFailure):
+        name, file, line = getattr(root, "key", (name, file, line))
     return Outcome(kind, name, shown(root, str), file, line, _traceback(error))
 
 

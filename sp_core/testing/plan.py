@@ -6,6 +6,8 @@ An example is one choice of ranks and arguments for the body. `search` has Hypot
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
 import os
@@ -113,8 +115,14 @@ class Spec:
     marks: dict[str, Any]
 
     def run(self, comm: Any, example: Example) -> None:
-        """Run the body on this rank. Raise TypeError if it returns anything but None."""
-        result = self.body(comm, **self.fixtures, **example.values)
+        """Run the body on this rank. Raise TypeError if it returns anything but None.
+
+        Each rank gets copies of the values, so no other rank and no report sees it change them.
+        """
+        values = example.values
+        with contextlib.suppress(Exception):  # values that cannot be copied are shared
+            values = copy.deepcopy(values)
+        result = self.body(comm, **self.fixtures, **values)
         if result is not None:
             raise TypeError(
                 f"{self.function.__name__} returned {shown(result)}. The body of a test must "

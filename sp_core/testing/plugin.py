@@ -6,6 +6,7 @@ and imports nothing.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import random
@@ -52,6 +53,8 @@ def _with_mpi(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Set up the session of `sp_core.testing`, before other plugins look at their options.
 
+    At the end of a pytest that runs inside another one, the other's session is back in its place.
+
     Load the profile of SP_PROFILE, and choose a seed if the profile draws at random. Hypothesis
     itself loads the profile that the command line names, which must be known by then.
     """
@@ -60,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with "
         "--only-mpi)",
     )
+    config.add_cleanup(functools.partial(setattr, kit, "current", kit.current))
     kit.current = session = Session(
         device=config.getoption("--sp-device"),
         share_gpu=config.getoption("--sp-share-gpu"),

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from sp_core import progress
 from sp_core.launch import watch
 from sp_core.testing.carriers import Stopped, ThreadCarrier, World
 from sp_core.testing.lockstep import abandon
-from sp_core.testing.outcome import FINISHED, Mismatched, Outcome, capture, failure
+from sp_core.testing.outcome import FINISHED, Kind, Mismatched, Outcome, capture, failure
 from sp_core.testing.session import thread
 from sp_core.testing.stuck import Family
 from sp_core.testing.threads import ThreadComm
@@ -35,6 +36,9 @@ class ThreadsHung(BaseException):
 
 def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = None) -> list[T]:
     """Run a body on every rank of a communicator whose ranks are threads.
+
+    If all ranks call pytest's `skip` or `xfail`, or one its `exit`, so does this function. If
+    Hypothesis' `assume` fails on a rank and no rank fails, this function rejects the example.
 
     On Linux all ranks share one core. Python runs one thread at a time, and handing over between
     cores would take a third of the time of small examples.
@@ -57,10 +61,32 @@ def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = 
         raise ValueError(
             f"{size=} and {timeout=} were given; pass a size of 1 or more, and seconds above 0."
         )
-    results, outcomes = run_ranks(size, body, timeout=timeout)
+    __tracebackhide__ = True  # pytest shows the line that calls this
+    with assuming():
+        results, outcomes = run_ranks(size, body, timeout=timeout)
+    kinds = {outcome.kind for outcome in outcomes}
+    if Kind.SKIP in kinds:
+        from sp_core.testing.plan import leave
+
+        leave(outcomes)
     if (problem := failure(outcomes)) is not None:
         raise problem
+    if Kind.REJECT in kinds:
+        import hypothesis
+
+        hypothesis.reject()
     return results
+
+
+@contextmanager
+def assuming() -> Iterator[None]:
+    """Let ranks call Hypothesis' `assume` in a `with` block without a warning.
+
+    Hypothesis knows only the thread that draws; `assume` works on the other ranks all the same.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
+        yield
 
 
 def run_ranks(

@@ -335,18 +335,31 @@ def _messages(parts: Iterable[tuple[int, int, int, str]], *, count: bool = True)
     return made
 
 
-_UFUNCS: dict[str, np.ufunc] = {
-    "SUM": np.add,
-    "PROD": np.multiply,
-    "MAX": np.fmax,  # fmax and fmin drop a NaN, as an MPI library may
-    "MIN": np.fmin,
-    "LAND": np.logical_and,
-    "LOR": np.logical_or,
-    "LXOR": np.logical_xor,
-    "BAND": np.bitwise_and,
-    "BOR": np.bitwise_or,
-    "BXOR": np.bitwise_xor,
+_UFUNCS: dict[str, tuple[np.ufunc, str]] = {
+    "SUM": (np.add, "iufc"),
+    "PROD": (np.multiply, "iufc"),
+    "MAX": (np.fmax, "iuf"),  # fmax and fmin drop a NaN, as an MPI library may
+    "MIN": (np.fmin, "iuf"),
+    "LAND": (np.logical_and, "iub"),
+    "LOR": (np.logical_or, "iub"),
+    "LXOR": (np.logical_xor, "iub"),
+    "BAND": (np.bitwise_and, "iu"),
+    "BOR": (np.bitwise_or, "iu"),
+    "BXOR": (np.bitwise_xor, "iu"),
 }
+"""For each reduction its function, and the kinds of NumPy's types for which MPI has it."""
+
+
+def require_reducible(flow: Flow) -> None:
+    """Raise ValueError unless ranks that are threads have the reduction, and MPI for the type."""
+    parts = [part for _, part in (*flow.gives[:1], *flow.takes[:1])] if flow.reduction else []
+    for part in parts:
+        require(
+            flow.reduction in _UFUNCS,
+            f"ranks that are threads reduce with {', '.join(_UFUNCS)}, not {flow.reduction}",
+        )
+        dtype, (_, kinds) = view(part).dtype, _UFUNCS[flow.reduction]
+        require(dtype.kind in kinds, f"MPI has no {flow.reduction} of {dtype}")
 
 
 def contribution(flow: Flow, dest: int) -> Array:
@@ -363,11 +376,7 @@ def deliver(op: str, rank: int, flow: Flow, came: Mapping[int, Array]) -> None:
         for source, part in flow.takes:
             view(part)[:] = came[source].view(view(part).dtype)
     elif flow.takes:
-        require(
-            flow.reduction in _UFUNCS,
-            f"ranks that are threads reduce with {', '.join(_UFUNCS)}, not {flow.reduction}",
-        )
-        reduce, place = _UFUNCS[flow.reduction], view(flow.takes[0][1])
+        (reduce, _), place = _UFUNCS[flow.reduction], view(flow.takes[0][1])
         result = functools.reduce(lambda x, y: reduce(x, y).astype(x.dtype), came.values())
         if op.startswith("Reduce_scatter"):
             counts = flow.equal[-1] or [len(place)] * len(came)

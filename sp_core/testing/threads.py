@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from sp_core.testing.signatures import (
     contribution,
     deliver,
     op_of,
+    require_reducible,
     view,
 )
 from sp_core.testing.specs import Array, Part, read, require
@@ -86,6 +86,9 @@ class ThreadRequest:
         return self.done
 
 
+ANY_TAG = -1  # as in mpi4py
+
+
 def _is_nobody(peer: int | None) -> bool:
     """Return whether `peer` is `MPI.PROC_NULL`, without importing mpi4py.
 
@@ -118,7 +121,6 @@ class ThreadComm(LockstepComm):
 
     def __init__(self, carrier: ThreadCarrier, family: Family) -> None:
         self._carrier, self._world = carrier, carrier.world
-        self._counts: dict[tuple[Any, ...], int] = defaultdict(int)
         super().__init__(Lockstep(carrier, carrier.name), family)
 
     def _made(self, name: str, rank: int, members: Sequence[int]) -> ThreadComm:
@@ -129,6 +131,8 @@ class ThreadComm(LockstepComm):
         self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]
     ) -> ThreadRequest | None:
         op = op_of(form)
+        with self._named(form):
+            require_reducible(flow)
         if form != op:
             then = partial(deliver, op, self.rank, flow)
             return self._begin(f"a started {op}", None, flow, then)
@@ -172,26 +176,37 @@ class ThreadComm(LockstepComm):
             complete = all("data" in slot for slot in (*gives.values(), *takes.values()))
             if complete:
                 then({source: slot["data"] for source, slot in takes.items()})
+                self.lockstep.received += [
+                    Message(source, self.rank, takes[source]["tag"], part.nbytes, part.kind)
+                    for source, part in flow.takes
+                    if tag is not None
+                ]
             return complete
 
         self.family.pending.append(release)
         return ThreadRequest(self, what, advance)
 
-    def _slot(self, side: str, *key: Any) -> dict[str, Any]:
+    def _slot(self, side: str, source: int, dest: int, tag: int | None) -> dict[str, Any]:
         """Return a dict that the sender and the receiver of one message share.
 
-        The n-th call of one side gets the dict of the n-th call of the other side with the same
-        key.
+        A call gets the dict of the other side's first call whose tag fits and that has no partner.
+        The order within each side decides the pairs, and not which side calls first.
 
         Args:
             side: "sender" or "receiver".
-            key: tells messages apart: source, destination, and tag or None.
+            source, dest: ranks of the sender and of the receiver.
+            tag: the message's tag, or ANY_TAG for a receive; None for a collective.
         """
-        self._counts[side, *key] += 1
-        slot: dict[str, Any] = self._world.shared(
-            (self._carrier.name, *key, self._counts[side, *key]), {}
-        )
-        return slot
+        alone: list[dict[str, Any]]
+        with self._world.lock:
+            alone = self._world.shared((self._carrier.name, source, dest, tag is None), [])
+            for place, slot in enumerate(alone):
+                fits = tag == slot["tag"] or ANY_TAG in (tag, slot["tag"])
+                if fits and slot["side"] != side:
+                    slot["tag"] = tag if side == "sender" else slot["tag"]
+                    return alone.pop(place)
+            alone.append({"side": side, "tag": tag})
+            return alone[-1]
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> ThreadRequest:
         """Begin to send `buf` to rank `dest`, and return the request.
@@ -199,6 +214,7 @@ class ThreadComm(LockstepComm):
         The buffer is read only when the receiver has posted its receive, as MPI may do with a long
         message.
         """
+        tag = self._tag("Isend", tag, 0)
         if _is_nobody(dest):
             return ThreadRequest(self, "a message to or from nobody", lambda: True)
         part = self._part("Isend", buf, dest)
@@ -206,16 +222,20 @@ class ThreadComm(LockstepComm):
         what = f"rank {dest} to receive a message with tag {tag}"
         return self._begin(what, tag, Flow(gives=((dest, part),)), lambda came: None)
 
-    def Irecv(self, buf: Any, source: int, tag: int = 0) -> ThreadRequest:
+    def Irecv(self, buf: Any, source: int, tag: int = ANY_TAG) -> ThreadRequest:
         """Begin to receive a message from rank `source` with tag `tag`, and return the request.
+
+        By default it takes any tag.
 
         The buffer is filled with 0xFF bytes until the message is there. `Test` and `Wait` raise
         `CollectiveMismatch` for a message of a different length.
         """
+        tag = self._tag("Irecv", tag, ANY_TAG)
         if _is_nobody(source):
             return ThreadRequest(self, "a message to or from nobody", lambda: True)
         part = self._part("Irecv", buf, source)
-        what, flow = f"a message from rank {source} with tag {tag}", Flow(takes=((source, part),))
+        wanted, flow = "any tag" if tag == ANY_TAG else f"tag {tag}", Flow(takes=((source, part),))
+        what = f"a message from rank {source} with {wanted}"
 
         def arrived(came: dict[int, Array]) -> None:
             if came[source].nbytes != part.nbytes:
@@ -224,7 +244,6 @@ class ThreadComm(LockstepComm):
                     "the ranks' sizes differ, or messages of one tag came in another order"
                 )
             deliver("Irecv", self.rank, flow, came)
-            self.lockstep.received.append(Message(source, self.rank, tag, part.nbytes, part.kind))
 
         return self._begin(what, tag, flow, arrived)
 
@@ -232,7 +251,7 @@ class ThreadComm(LockstepComm):
         """Send `buf` to rank `dest`, and wait until the receiver has posted its receive."""
         self.Isend(buf, dest, tag).Wait()
 
-    def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
+    def Recv(self, buf: Any, source: int, tag: int = ANY_TAG) -> None:
         """Receive a message as `Irecv`, and wait for it."""
         self.Irecv(buf, source, tag).Wait()
 
@@ -243,7 +262,7 @@ class ThreadComm(LockstepComm):
         sendtag: int = 0,
         recvbuf: Any = None,
         source: Any = None,
-        recvtag: int = 0,
+        recvtag: int = ANY_TAG,
     ) -> None:
         """Send to rank `dest`, receive from rank `source`, and wait for both messages.
 
@@ -251,6 +270,12 @@ class ThreadComm(LockstepComm):
         """
         for request in self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag):
             request.Wait()
+
+    def _tag(self, op: str, tag: int, least: int) -> int:
+        """Return a tag as a number. Raise ValueError if it is below `least`."""
+        with self._named(op):
+            require(int(tag) >= least, f"no message has the tag {tag}. Pass 0 or more.")
+        return int(tag)
 
     def _part(self, op: str, buf: Any, peer: int) -> Part:
         """Return the memory of a message, given its buffer specification.
@@ -279,6 +304,8 @@ class ThreadComm(LockstepComm):
         Every rank calls this. A negative color (`MPI.UNDEFINED`) gives `MPI.COMM_NULL`, or None if
         mpi4py is not imported.
         """
+        with self._named("Split"):
+            color, key = int(color), int(key)
         choices = self._enter(Call("Split"), lambda: self._carrier.gather((color, key)))
         name = f"{next(self.children)}[{color}]"
         chosen = [rank for rank, (c, _) in enumerate(choices) if c == color]

@@ -84,7 +84,8 @@ def error_ratio(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
 
     Returns:
         The ratio. It is inf if shapes differ, for NaN in either tensor, for an infinity that is not
-        expected, and for an error where the bound is 0. It is 0 for tensors without elements.
+        expected, for a negative bound, and for an error where the bound is 0. It is 0 for tensors
+        without elements.
     """
     if not actual.shape == expected.shape == bound.shape:
         return math.inf
@@ -135,9 +136,10 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
 def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
     """Return the elementwise error over bound, inf for elements without a finite answer."""
     error, b = _error(actual.detach().cpu(), expected.detach().cpu()), bound.detach().cpu().double()
-    ratios = torch.where(error == 0, 0.0, error / b)
-    # An infinite or NaN bound must not turn an error into 0.
-    return torch.where(ratios.isnan() | (b.isinf() & (error != 0)), math.inf, ratios)
+    ratios = torch.where(error == 0, 0.0, error / b.abs())
+    # An infinite or NaN bound must not turn an error into 0. Nothing is within a negative bound.
+    unusable = ratios.isnan() | (b.isinf() & (error != 0)) | (b < 0)
+    return torch.where(unusable, math.inf, ratios)
 
 
 def _error(a: Tensor, e: Tensor) -> Tensor:
