@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 from unittest.mock import Mock
 
@@ -63,13 +64,39 @@ def test_the_lowest_rank_that_has_left_is_named() -> None:
         assert Notices(comm).first_left() == min(left, default=None)
 
 
-def test_a_wait_after_the_end_of_a_mesh_returns_the_result() -> None:
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=2) as mesh:
-            pending = sp.all_reduce_start(torch.ones(9), comm=mesh["sp"], algorithm="ring")
-        assert torch.equal(pending.wait(), torch.full((9,), 2.0))
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_wait_after_the_end_of_a_mesh_returns_the_result(*, elsewhere: bool) -> None:
+    """Also if rank 0 frees its mesh in a thread that has made none, before the others' last steps."""
 
-    run_threads(2, body)
+    def body(comm: Any) -> None:
+        mesh = sp.Mesh(comm, sp=4)
+        pending = sp.all_reduce_start(torch.ones(9), comm=mesh["sp"], algorithm="ring")
+        if elsewhere and comm.rank == 0:
+            helper = threading.Thread(target=mesh.free)
+            helper.start()
+            helper.join()
+        elif elsewhere:
+            pending.wait()
+        mesh.free()
+        assert torch.equal(pending.wait(), torch.full((9,), 4.0))
+
+    run_threads(4, body, timeout=10)
+
+
+@pytest.mark.parametrize("error", [None, Lost()])
+def test_a_forked_process_leaves_the_mesh_to_its_rank(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that leaves the block but did not make the mesh calls no MPI and frees nothing."""
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=1) as mesh:
+            with monkeypatch.context() as child:
+                child.setattr("sp_core.mesh.os", Mock(**{"getpid.return_value": -1}))
+                mesh.__exit__(error and type(error), error, None)
+            assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 1
+
+    run_threads(1, body)
 
 
 @pytest.mark.every_mpi
