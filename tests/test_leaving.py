@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+from collections.abc import Callable
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 from kit.case_leaving import BEGUN, CASES, LOST, Lost, outcomes, wanted
 from studies.commands import ROOT, outside, printed
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
 from sp_core import observer
@@ -66,7 +71,7 @@ def test_the_lowest_rank_that_has_left_is_named() -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_wait_after_the_end_of_a_mesh_returns_the_result(*, elsewhere: bool) -> None:
-    """Also if rank 0 frees its mesh in a thread that has made none, before the others' last steps."""
+    """Also if rank 0 frees its mesh in a thread that made none, before the others' last steps."""
 
     def body(comm: Any) -> None:
         mesh = sp.Mesh(comm, sp=4)
@@ -81,6 +86,34 @@ def test_a_wait_after_the_end_of_a_mesh_returns_the_result(*, elsewhere: bool) -
         assert torch.equal(pending.wait(), torch.full((9,), 4.0))
 
     run_threads(4, body, timeout=10)
+
+
+def failing_once(begin: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `begin` for handles whose first test raises an error."""
+
+    def begun() -> object:
+        handle = begin()
+        return SimpleNamespace(test=Mock(side_effect=chain([Lost], iter(handle.test, 2))))
+
+    return begun
+
+
+@pytest.mark.parametrize("way", ["ring", "window"])
+def test_the_memory_of_a_run_that_an_error_ends_outlives_its_plan(way: str) -> None:
+    """After an error in a wait, its transfers go on, and the MPI library may use their memory."""
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", sp=2) as mesh:
+            plan = sp.plan("all_gather", torch.ones(3), comm=mesh["sp"], algorithm=way)
+            memory = StorageWeakRef(plan.run().untyped_storage())
+            plan._bound.begin = failing_once(plan._bound.begin)
+            with pytest.raises(Lost):
+                plan.run()
+            del plan
+            gc.collect()
+            assert not memory.expired()
+
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize("error", [None, Lost()])
