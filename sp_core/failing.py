@@ -67,7 +67,7 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
             end(told.exc_value, lambda: None)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = ended, thread_ended, unraisable
-    atexit.register(progress.of_this_rank().settle, SETTLE_SECONDS)
+    progress.settle_at_exit(SETTLE_SECONDS)
 
 
 def end(error: BaseException, tell: Callable[[], Any]) -> None:

@@ -106,8 +106,7 @@ class Mesh(NotCopied):
         named = os.environ.get("SP_ALGORITHM") or "auto"
         self._algorithm = named if algorithm is None else algorithm
         self._made: dict[tuple[str, ...], Communicator] = {}
-        self._check, self._freed = check, False
-        self._progress, self._pid = progress.of_this_rank(), os.getpid()
+        self._check, self._freed, self._pid = check, False, os.getpid()
         constants = error = None
         call = ""  # the text stays empty if a check fails: then it is not compared
         try:
@@ -123,7 +122,7 @@ class Mesh(NotCopied):
         told = agreement.agree(comm, call, 2 * node_number() + (constants is not None), error)
         self._nodes = nodes or [number // 2 for number in told]
         self.tuning: Tuning | None = comm.bcast(constants) if told[0] % 2 else None
-        self._comm = comm.Dup()
+        self._comm, self._progress = comm.Dup(), progress.of_this_rank()
         try:
             for names in chain(*(combinations(self.axes, n + 1) for n in range(len(self.axes)))):
                 self._add(names)

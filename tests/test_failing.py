@@ -234,7 +234,7 @@ def test_an_exit_ends_nothing_if_the_program_catches_it_and_makes_another_mesh(
     """A program may also make a mesh in a `finally`, while the SystemExit goes on."""
     ends: list[object] = []
     registry = Mock(register=lambda call, *_: ends.append(call))
-    registry.unregister = lambda call: call in ends and ends.remove(call)
+    registry.unregister = lambda call: ends.__setitem__(slice(None), set(ends) - {call})
     monkeypatch.setattr(failing, "atexit", registry)
     failing.watch_over(1, 3, Mock())
     with suppress(SystemExit):

@@ -107,7 +107,7 @@ def test_a_decoder_computes_products_in_the_dtype_of_autocast(
 @pytest.mark.parametrize("layer", [0, -1])
 @spmd(2)
 def test_a_call_that_fails_on_all_ranks_adds_no_tokens(
-    comm: Any, layer: int, what: str, axes: dict[str, int]
+    comm: Any, layer: int, what: str, axes: dict[str, Any]
 ) -> None:
     """The error comes from a layer, as with too little memory or Ctrl-C."""
 

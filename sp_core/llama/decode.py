@@ -265,8 +265,8 @@ class Decoder:
                     logits = all_gather(own, comm=grid.tensor, dim=1, sizes=sizes)
                 return broadcast(logits, comm=stages, root=stages.size - 1)
         except BaseException:  # some layers have no keys of the new tokens
-            for cache, cache.lengths, counts in before:
-                cache.owned = [[*islice(*kept)] for kept in zip(cache.owned, counts, strict=True)]
+            for cache, lengths, counts in before:
+                cache.lengths, cache.owned = lengths, [*map(list, map(islice, cache.owned, counts))]
             raise
 
     def _spread(self, cache: Cache, new: New) -> Step:
