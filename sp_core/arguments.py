@@ -138,10 +138,12 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
     "comm": (
-        lambda value: hasattr(value, "Split") and bool(value),  # false: null, or freed
-        "on the mesh's own ranks only a communicator of mpi4py that is neither null nor freed, "
-        "such as MPI.COMM_WORLD, or, after init_process_group(), a ProcessGroup, a DeviceMesh, or "
-        "None for all ranks",
+        lambda value: (  # false: null, or freed
+            hasattr(value, "Split") and bool(value) and not getattr(value, "is_inter", False)
+        ),
+        "on the mesh's own ranks only an intracommunicator of mpi4py that is neither null nor "
+        "freed, such as MPI.COMM_WORLD, or, after init_process_group(), a ProcessGroup, a "
+        "DeviceMesh, or None for all ranks",
     ),
     "parameters": (
         lambda value: isinstance(value, Iterable),

@@ -336,7 +336,7 @@ class Communicator(NotCopied):
                 self.decline(f"{type(error).__name__}: {short_text(error)}")
             with suppress(Exception):
                 observer_of(self._comm).abandoned()
-            self._progress.lost += self._pending
+            self._progress.lose(self._pending)
         self._leave(together=False)
 
     def decline(self, why: str) -> None:

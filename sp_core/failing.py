@@ -47,6 +47,8 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
             launcher then ends the other ranks (torchrun).
     """
     global hooked, _head, _pid, _stop
+    if not isinstance(sys.exc_info()[1], SystemExit):  # the program has caught an earlier one
+        atexit.unregister(end)
     if hooked or size == 1:
         return
     hooked, _head, _pid, _stop = True, f"rank {rank} of {size}: ", os.getpid(), stop
@@ -65,7 +67,7 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
             end(told.exc_value, lambda: None)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = ended, thread_ended, unraisable
-    atexit.register(progress.of_this_rank().settle, SETTLE_SECONDS)
+    progress.settle_at_exit(SETTLE_SECONDS)
 
 
 def end(error: BaseException, tell: Callable[[], Any]) -> None:
@@ -113,8 +115,8 @@ def left_by(error: BaseException) -> None:
     """Let the exit of this program end all ranks if `error` is a SystemExit other than success.
 
     `Mesh` calls this when an error leaves its `with` block, since Python calls no excepthook for
-    SystemExit. atexit then calls `end`. Without `watch_over`, and in a forked process, nothing
-    happens.
+    SystemExit. atexit then calls `end`, unless the program makes another mesh before. Without
+    `watch_over`, and in a forked process, nothing happens.
     """
     is_rank = _head and os.getpid() == _pid
     if is_rank and isinstance(error, SystemExit) and exit_code(error):

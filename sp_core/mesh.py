@@ -42,7 +42,9 @@ class Mesh(NotCopied):
 
     Use it as a context manager: the communicators that it makes are freed at the end, `comm` is
     not. If an exception leaves the block on one rank, the other ranks raise `PeerFailed` in waits
-    for messages or shared memory, and in later calls that check arguments between ranks.
+    for messages or shared memory, and in later calls that check arguments between ranks. A forked
+    process may leave the block; this has no effect on the mesh. A generator that is closed inside
+    the block frees nothing, so make the mesh outside of it.
 
     Args:
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
@@ -104,7 +106,7 @@ class Mesh(NotCopied):
         named = os.environ.get("SP_ALGORITHM") or "auto"
         self._algorithm = named if algorithm is None else algorithm
         self._made: dict[tuple[str, ...], Communicator] = {}
-        self._check, self._freed = check, False
+        self._check, self._freed, self._pid = check, False, os.getpid()
         constants = error = None
         call = ""  # the text stays empty if a check fails: then it is not compared
         try:
@@ -120,7 +122,7 @@ class Mesh(NotCopied):
         told = agreement.agree(comm, call, 2 * node_number() + (constants is not None), error)
         self._nodes = nodes or [number // 2 for number in told]
         self.tuning: Tuning | None = comm.bcast(constants) if told[0] % 2 else None
-        self._comm = comm.Dup()
+        self._comm, self._progress = comm.Dup(), progress.of_this_rank()
         try:
             for names in chain(*(combinations(self.axes, n + 1) for n in range(len(self.axes)))):
                 self._add(names)
@@ -182,7 +184,7 @@ class Mesh(NotCopied):
         order = sorted(self._made, key=lambda names: (len(names), names))
         try:
             asked = (self._made[names].ask_to_free(" with its mesh") for names in order)
-            wait(agreement.Questions([*chain(*asked)]), progress.of_this_rank().poll)
+            wait(agreement.Questions([*chain(*asked)]), self._progress.poll)
             for names in order:
                 self._made[names].free(is_agreed=True)
         except RankError as error:
@@ -206,6 +208,8 @@ class Mesh(NotCopied):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if os.getpid() != self._pid:  # a process that this rank has forked is no rank
+            return
         if error is None:
             self.free()
         else:
@@ -292,7 +296,8 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
     Raises:
         TypeError: `given` is no communicator; on this rank alone.
     """
-    if hasattr(given, "Split") and given:
+    if hasattr(given, "Split"):
+        arguments.check(comm=given)
         if type(given).__module__ == "mpi4py.MPI":
             from mpi4py.MPI import COMM_WORLD as world
 

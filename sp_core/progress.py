@@ -10,11 +10,12 @@ lets only one of them at a time test operations that others can reach.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from sp_core.errors import RankError
@@ -29,7 +30,11 @@ class Progress:
         lost: transfers that an error has ended. MPI may use their memory as long as it runs.
         posting: the rank's open transports whose messages reach MPI only after a copy to the host.
         lock: held by the thread of this rank that tests an operation which `poll` can reach.
+        held: every `Progress` that holds something, also of threads that have ended. None before
+            `settle_at_exit`, so for one rank and for the testing kit.
     """
+
+    held: ClassVar[set[Progress] | None] = None
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -49,6 +54,16 @@ class Progress:
     def keep(self, questions: Sequence[Any]) -> None:
         """Add agreements to `kept`, and drop those in `kept` that are complete."""
         self.kept = [*filter(_goes_on, self.kept), *questions]
+        self._hold()
+
+    def lose(self, transfers: Sequence[Any]) -> None:
+        """Add transfers that an error has ended to `lost`."""
+        self.lost += transfers
+        self._hold()
+
+    def _hold(self) -> None:
+        if self.held is not None:
+            (self.held.add if self.kept or self.lost else self.held.discard)(self)
 
     def settle(self, seconds: float) -> None:
         """Complete the agreements in `kept` before this program ends: other ranks may need them.
@@ -110,6 +125,21 @@ def _goes_on(question: Any) -> bool:
 
 
 _RANK = threading.local()
+
+
+def settle_at_exit(seconds: float) -> None:
+    """Call `settle` when the program ends, for each `Progress` that has something to hold.
+
+    From now on such a `Progress` outlives its thread.
+    """
+    Progress.held = set()
+    atexit.register(_settle_all, seconds)
+
+
+def _settle_all(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for each in [*(Progress.held or ())]:
+        each.settle(until - time.monotonic())
 
 
 def of_this_rank() -> Progress:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
+from collections.abc import Callable
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,6 +15,7 @@ import pytest
 import torch
 from kit.case_leaving import BEGUN, CASES, LOST, Lost, outcomes, wanted
 from studies.commands import ROOT, outside, printed
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
 from sp_core import observer
@@ -63,13 +69,67 @@ def test_the_lowest_rank_that_has_left_is_named() -> None:
         assert Notices(comm).first_left() == min(left, default=None)
 
 
-def test_a_wait_after_the_end_of_a_mesh_returns_the_result() -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_wait_after_the_end_of_a_mesh_returns_the_result(*, elsewhere: bool) -> None:
+    """Also if rank 0 frees its mesh in a thread that made none, before the others' last steps."""
+
     def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=2) as mesh:
-            pending = sp.all_reduce_start(torch.ones(9), comm=mesh["sp"], algorithm="ring")
-        assert torch.equal(pending.wait(), torch.full((9,), 2.0))
+        mesh = sp.Mesh(comm, sp=4)
+        pending = sp.all_reduce_start(torch.ones(9), comm=mesh["sp"], algorithm="ring")
+        if elsewhere and comm.rank == 0:
+            helper = threading.Thread(target=mesh.free)
+            helper.start()
+            helper.join()
+        elif elsewhere:
+            pending.wait()
+        mesh.free()
+        assert torch.equal(pending.wait(), torch.full((9,), 4.0))
+
+    run_threads(4, body, timeout=10)
+
+
+def failing_once(begin: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `begin` for handles whose first test raises an error."""
+
+    def begun() -> object:
+        handle = begin()
+        return SimpleNamespace(test=Mock(side_effect=chain([Lost], iter(handle.test, 2))))
+
+    return begun
+
+
+@pytest.mark.parametrize("way", ["ring", "window"])
+def test_the_memory_of_a_run_that_an_error_ends_outlives_its_plan(way: str) -> None:
+    """After an error in a wait, its transfers go on, and the MPI library may use their memory."""
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", sp=2) as mesh:
+            plan = sp.plan("all_gather", torch.ones(3), comm=mesh["sp"], algorithm=way)
+            memory = StorageWeakRef(plan.run().untyped_storage())
+            vars(plan._bound)["begin"] = failing_once(plan._bound.begin)
+            with pytest.raises(Lost):
+                plan.run()
+            del plan
+            gc.collect()
+            assert not memory.expired()
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("error", [None, Lost()])
+def test_a_forked_process_leaves_the_mesh_to_its_rank(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that leaves the block but did not make the mesh calls no MPI and frees nothing."""
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=1) as mesh:
+            with monkeypatch.context() as child:
+                child.setattr("sp_core.mesh.os", Mock(**{"getpid.return_value": -1}))
+                mesh.__exit__(None if error is None else type(error), error, None)
+            assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 1
+
+    run_threads(1, body)
 
 
 @pytest.mark.every_mpi

@@ -127,6 +127,33 @@ def test_a_decoder_computes_products_in_the_dtype_of_autocast(
             torch.testing.assert_close(lower, exact, rtol=0, atol=0.05 * float(exact.abs().max()))
 
 
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"ring": 2}])
+@pytest.mark.parametrize("what", ["prefill", "decode"])
+@pytest.mark.parametrize("layer", [0, -1])
+@spmd(2)
+def test_a_call_that_fails_on_all_ranks_adds_no_tokens(
+    comm: Any, layer: int, what: str, axes: dict[str, Any]
+) -> None:
+    """The error comes from a layer, as with too little memory or Ctrl-C."""
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with sp.Mesh(comm, **axes) as mesh:
+        model = Case((6, 3), layers=4, vocab=31, seed=11).model(mesh)
+        wanted, found = Decoder(model, [9, 9]), Decoder(model, [9, 9])
+        for decoder in (wanted, found):
+            decoder.prefill([[1] * 3, [2]])
+        hook = model.layers[layer].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(found, what)([[3, 4], [5]])
+        hook.remove()
+        for tokens in ([[6], []], [[7], [8, 9, 10]]):
+            again = [getattr(decoder, what)(tokens) for decoder in (wanted, found)]
+            assert torch.equal(*again)
+        assert found.caches[0].lengths == wanted.caches[0].lengths
+
+
 @pytest.mark.parametrize("both", [False, True])
 @spmd(2)
 def test_another_autocast_on_one_rank_is_refused(comm: Any, both: bool) -> None:

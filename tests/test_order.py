@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from itertools import product
 from random import Random
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -218,6 +220,33 @@ def test_comparisons_are_completed_before_the_end_for_so_many_seconds(
     assert question.test.call_count < 100  # it sleeps between tests
     # references: of `found`, of getrefcount's argument, and one that is never released
     assert (sys.getrefcount(found.kept), sys.getrefcount(found.lost)) == (3, 3)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_mpi_may_use_outlives_its_thread_and_is_settled_at_the_end(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a thread frees no agreement of which MPI has memory, nor an ended transfer."""
+    monkeypatch.setattr(Progress, "held", None)
+    monkeypatch.setattr(progress, "atexit", registry := Mock())
+    progress.settle_at_exit(9.0)
+    left: list[weakref.ref[Any]] = []
+
+    def leave_something() -> None:
+        held, mine = MagicMock(**{"test.side_effect": [False, True]}), progress.of_this_rank()
+        mine.lose([held]) if is_lost else mine.keep([held])
+        left.extend((weakref.ref(mine), weakref.ref(held)))
+
+    for _ in range(3):
+        thread = Thread(target=leave_something)
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert [ref() is None for ref in left] == [False] * 6
+    settle, *given = registry.register.call_args.args
+    settle(*given)
+    gc.collect()
+    assert [ref() is not None for ref in left] == [is_lost] * 6
 
 
 @pytest.mark.parametrize("carrier", ["host", "staged", "pipelined"])

@@ -124,8 +124,12 @@ class Ready(ABC):
         if once:
             self.comm.wait(self.start(once=True), self.name)
             return
-        begun = time.perf_counter()
-        wait(self.begin(), self.comm.poll, self.comm.look)
+        begun, running = time.perf_counter(), self.begin()
+        try:
+            wait(running, self.comm.poll, self.comm.look)
+        except BaseException:  # MPI may go on and use the memory
+            self.comm.track(Transfer([running.test], keep=self))
+            raise
         self.comm.counters[self.name].seconds += time.perf_counter() - begun
 
     def release(self) -> None:

@@ -228,7 +228,7 @@ class Decoder:
             ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token,
                 or a token not in the vocabulary. On every rank.
             DtypeError: a model that has been converted. On every rank.
-            CollectiveMismatch: ranks with different tokens. On every rank.
+            CollectiveMismatch: ranks with different tokens. On every rank. No error adds tokens.
         """
         return self._run("prefill", tokens, self._spread)
 
@@ -250,27 +250,31 @@ class Decoder:
 
         `what` is the name of the method; `step_of` prepares what to compute for a micro-batch.
         """
-        model, grid, added = self.model, self.model.grid, self._add(what, tokens)
-        vocab, stages = model.config.vocab_size, grid.stages
-        with grid.tensor.agreed(), grid.sequence.agreed(), stages.agreed():
-            passes, lasts = zip(*(step_of(cache, new) for cache, new in added), strict=True)
-            hidden = pipeline.forward(model, passes)
-            number = sum(map(bool, tokens))
-            logits = torch.empty(number, vocab, dtype=self.dtype, device=stages.device)
-            if model.is_last:
-                rows = torch.cat([last(row) for last, (row,) in zip(lasts, hidden, strict=True)])
-                sizes = split_sizes(vocab, grid.tensor.size)
-                own = model.logits(rows).to(self.dtype)  # autocast lowers it
-                logits = all_gather(own, comm=grid.tensor, dim=1, sizes=sizes)
-            return broadcast(logits, comm=stages, root=stages.size - 1)
+        model, grid, stages = self.model, self.model.grid, self.model.grid.stages
+        before = [(cache, cache.lengths, [*map(len, cache.owned)]) for cache in self.caches]
+        try:
+            added = self._add(what, tokens)
+            number, vocab = sum(map(bool, tokens)), model.config.vocab_size
+            with grid.tensor.agreed(), grid.sequence.agreed(), stages.agreed():
+                passes, lasts = zip(*(step_of(cache, new) for cache, new in added), strict=True)
+                hidden = pipeline.forward(model, passes)
+                logits = torch.empty(number, vocab, dtype=self.dtype, device=stages.device)
+                if model.is_last:
+                    rows = [last(row) for last, (row,) in zip(lasts, hidden, strict=True)]
+                    sizes = split_sizes(vocab, grid.tensor.size)
+                    own = model.logits(torch.cat(rows)).to(self.dtype)  # autocast lowers it
+                    logits = all_gather(own, comm=grid.tensor, dim=1, sizes=sizes)
+                return broadcast(logits, comm=stages, root=stages.size - 1)
+        except BaseException:  # some layers have no keys of the new tokens
+            for cache, lengths, counts in before:
+                cache.lengths, cache.owned = lengths, [*map(list, map(islice, cache.owned, counts))]
+            raise
 
     def _spread(self, cache: Cache, new: New) -> Step:
         """Prepare `prefill` of a micro-batch: each sequence rank computes some new tokens."""
         mine = new.shares[self.model.grid.sequence.rank]
-        sharding = Sharding.from_positions(
-            [[new.positions[place] for place in share] for share in new.shares]
-        )
-        kept = Sharding.from_positions(cache.owned)
+        added = [[new.positions[place] for place in share] for share in new.shares]
+        sharding, kept = map(Sharding.from_positions, (added, cache.owned))
         mask = cache.mask(sharding.end, kept.end)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -289,9 +293,8 @@ class Decoder:
         own part of the cache. The partial results of all ranks are then merged.
         """
         model, comm = self.model, self.model.grid.sequence
-        mine = new.shares[comm.rank]
+        mine, positions = new.shares[comm.rank], torch.tensor(new.positions, device=comm.device)
         end, kept = len(cache.room) * cache.slot, cache.positions[: len(cache.owned[comm.rank])]
-        positions = torch.tensor(new.positions, device=comm.device)
         visible = cache.mask(end, end).allowed(positions, kept)
         kind, allowed = ("full", None) if visible.all() else ("partial", visible)
 
@@ -337,8 +340,7 @@ class Decoder:
             return placed, f"{what}({list(map(list, tokens))}) after {shown}, autocast={lower}"
 
         placed = make_alike(self.model.grid.model, place)
-        added = [(cache, cache.add(own, positions)) for cache, own, positions in placed]
-        return [(cache, new) for cache, new in added if new.positions]
+        return [(cache, cache.add(own, where)) for cache, own, where in placed if where]
 
     def _pass(
         self,
@@ -380,8 +382,7 @@ class Decoder:
 
 
 Step = tuple[Pass, Callable[[Tensor], Tensor]]
-"""The pass of a micro-batch, and a function from the result (S, E) of the layers to the hidden
-states (N', E) of the sequences' last new tokens."""
+"""A micro-batch's pass, and a function from the result (S, E) to the last tokens' (N', E)."""
 
 
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
@@ -394,7 +395,6 @@ def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
     part = torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1)
     parts = all_gather(part, comm=comm, sizes=[1] * comm.size)
     total, total_lse = parts[:1, ..., :-1].clone(), parts[:1, ..., -1].clone()
-    for rank in range(1, comm.size):
-        part = parts[rank : rank + 1]
+    for part in parts[1:].split(1):
         merge_into(total, total_lse, part[..., :-1], part[..., -1])
     return total

@@ -108,9 +108,10 @@ def leave(comm: Any, size: int) -> None:
 
     import sp_core as sp
 
-    for late in (0, 0, 0, 0, 4):
-        with contextlib.suppress(LookupError, sp.PeerFailed), sp.Mesh(comm, sp=size, a=1) as mesh:
-            at("left")
+    caught = contextlib.suppress(LookupError, SystemExit, sp.PeerFailed)
+    for late, fail in ((0, error), (0, WAYS["exit"]), (0, error), (0, error), (4, error)):
+        with caught, sp.Mesh(comm, sp=size, a=1) as mesh:
+            at("left", fail)
             time.sleep(late)
             sp.all_reduce(torch.ones(2), comm=mesh["sp"])
 

@@ -61,6 +61,8 @@ HERE: Any = None
 ONES = torch.ones(1, 3, 2, 4)
 NULL: Any = type("Null", (), {"Split": print, "__bool__": lambda self: False})()
 """As MPI.COMM_NULL, or a communicator of mpi4py that has been freed."""
+INTER: Any = type("Intercomm", (), {"Split": print, "is_inter": True, "rank": 0, "size": 1})()
+"""As an intercommunicator of mpi4py, whose collectives send to the ranks of another group."""
 with warnings.catch_warnings(action="ignore"):  # torch says once that this is a prototype
     NESTED = torch.nested.nested_tensor([torch.ones(2, 1, 1), torch.ones(1, 1, 1)])
 """A nested tensor, which says that its layout is strided."""
@@ -77,7 +79,10 @@ MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
 ROWS: list[Row] = [
     (TypeError, "chunk='2'", partial(balanced_by, "2")),
     (TypeError, "comm=3 was given", partial(cast("Any", sp.Mesh), 3, sp=1)),
-    (TypeError, "neither null nor freed", partial(sp.Mesh, NULL, sp=1)),
+    *(
+        (TypeError, "an intracommunicator .* neither null nor freed", partial(sp.Mesh, one, sp=1))
+        for one in (NULL, INTER)
+    ),
     *(
         (TypeError, text, partial(sp.Sharding.from_positions, cast("Any", positions)))
         for text, positions in (
