@@ -115,15 +115,17 @@ def agree(
     """
     control = comm if isinstance(comm, Control) else Control(comm)
     under_way = under_way or progress.of_this_rank()
-    for question in control.last:  # other ranks answer it with their next call: finish it first
+    for question in (*control.open, *control.last):  # other ranks answer these first, too
         wait(question, under_way.poll)
+        control.open = []
         question.answer()
     control.last = []
-    question = Question(control, call, value, error)
+    control.open = [question := Question(control, call, value, error)]
     if under_way.idle:  # then nothing needs `poll` during a wait of MPI
         question.wait()
     else:
         wait(question, under_way.poll)
+    control.open = []
     return question.answer()
 
 
@@ -137,18 +139,19 @@ class Control:
         comm: an mpi4py communicator, used only for agreements.
 
     Attributes:
+        open: a list of the agreement that waits, or that an error has interrupted; else [].
         last: a list of the last agreement, in which this rank frees or leaves; [] before.
         lost: makes again the error by which this rank learned that others leave; None before.
     """
 
     def __init__(self, comm: Intracomm) -> None:
-        self.comm, self.last = comm, list[Question]()
+        self.comm, self.open, self.last = comm, list[Question](), list[Question]()
         self.lost: Callable[[], RankError] | None = None
 
     def ensure_whole(self) -> None:
         """Raise the error by which this rank learned that others leave, if there was one."""
         if self.lost:
-            raise _of_all(self.lost(), self.comm)
+            raise errors.of_all(self.lost(), self.comm.rank)
 
     def leave(self, why: str, state: State) -> list[Question]:
         """Start the last agreement of this rank, unless it was started before. Return `last`.
@@ -169,8 +172,9 @@ class Control:
 class Question:
     """Represent a non-blocking agreement (see `agree`) of the ranks of a communicator.
 
-    Making the object sends a hash of the rank's state, value and call. Afterwards call `test` until
-    it returns True, or `wait` once; then call `answer`.
+    Making the object sends a hash of the rank's state, value and call. If an error has interrupted
+    an agreement of `control`, `test` sends it after that one. Call `test` until it returns True, or
+    `wait` once; then call `answer`.
 
     Args:
         control: holds the communicator.
@@ -179,7 +183,7 @@ class Question:
             is REFUSES.
 
     Attributes:
-        requests: the MPI requests of the agreement, one or two.
+        requests: the MPI requests of the agreement, one or two; none before it has begun.
     """
 
     def __init__(
@@ -190,7 +194,7 @@ class Question:
         error: Exception | None = None,
         state: State = State.CALLS,
     ) -> None:
-        self._control, self._comm = control, (comm := control.comm)
+        self._control, self._comm = control, control.comm
         self._call, self._error, self._value = call, error, value
         state = state if error is None else State.REFUSES
         texts = call, _text(error) if error else call
@@ -202,10 +206,16 @@ class Question:
         self._mine, self._sum = words.astype(np.int64), np.empty(words.size, np.int64)
         self._record = np.frombuffer(_RECORD.pack(state, digest, value, beginning), np.int64)
         self._records: np.ndarray[Any, np.dtype[np.int64]] | None = None
-        observer_of(comm).announce_early()
-        self.requests = [comm.Iallreduce(self._mine, self._sum)]
-        if state != State.CALLS:
-            self._gather()
+        self.requests, self._before, self._state = list[Any](), control.open, state
+        self._begun()
+
+    def _begun(self) -> bool:
+        if not self.requests and all(question.test() for question in self._before):
+            observer_of(self._comm).announce_early()
+            self.requests.append(self._comm.Iallreduce(self._mine, self._sum))
+            if self._state != State.CALLS:
+                self._gather()
+        return bool(self.requests)
 
     def _gather(self) -> None:
         self._records = np.empty((self._comm.size, self._record.size), np.int64)
@@ -225,7 +235,7 @@ class Question:
 
     def test(self) -> bool:
         """Make progress without blocking. Return whether the agreement is complete."""
-        return all(request.Test() for request in self.requests) and self._compared()
+        return self._begun() and all(r.Test() for r in self.requests) and self._compared()
 
     def wait(self) -> None:
         """Block until the agreement is complete, without polling other operations of this rank."""
@@ -248,7 +258,7 @@ class Question:
         if (states >= State.FREES).any() and not (is_one_call and (states == State.FREES).all()):
             found = _parted(records)
             self._control.lost = partial(type(found), str(found))
-            raise _of_all(found, self._comm) from self._error
+            raise errors.of_all(found, self._comm.rank) from self._error
         if (states == State.REFUSES).any() or not is_one_call:
             _raise(self._comm, self._call, self._error, (states == State.REFUSES).tolist())
         return tuple(int(v) for v in records[:, 2])
@@ -289,24 +299,14 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
     mine = (kind, call if error is None else _text(error), is_told)
     kinds, texts, are_told = zip(*comm.allgather(mine), strict=True)
     if not any(failed):
-        raise _of_all(CollectiveMismatch(differences(texts)), comm)
+        raise errors.of_all(CollectiveMismatch(differences(texts)), comm.rank)
     first = failed.index(True)
     told = [
         (f"rank {rank}: " * (not are_told[rank]), text)
         for rank, text in enumerate(texts)
         if rank == first or (failed[rank] and text != texts[first])
     ]
-    raise _of_all(ERRORS[kinds[first]](joined(told)), comm) from error
-
-
-def _of_all(error: Exception, comm: Intracomm) -> Exception:
-    """Mark an error that every rank raises, and return it. One rank prints it in full.
-
-    The attribute AGREED is true on the ranks that print one line only: all but rank 0, and for a
-    `PeerFailed` all ranks, because the rank that has left prints its own error.
-    """
-    vars(error)[AGREED] = comm.rank or isinstance(error, PeerFailed)
-    return error
+    raise errors.of_all(ERRORS[kinds[first]](joined(told)), comm.rank) from error
 
 
 def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:

@@ -80,6 +80,16 @@ def joined(told: Sequence[tuple[str, str]]) -> str:
     return "\n".join(lines) + more
 
 
+def of_all(error: Exception, rank: int) -> Exception:
+    """Mark an error that every rank raises, and return it. One rank prints it in full.
+
+    The attribute AGREED is true on the ranks that print one line only: all but rank 0, and for a
+    `PeerFailed` all ranks, because the rank that has left prints its own error.
+    """
+    vars(error)[AGREED] = rank or isinstance(error, PeerFailed)
+    return error
+
+
 class NotCopied:
     """Let copies of a layer share this object: `deepcopy` returns it, `pickle` refuses it."""
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from threading import Thread, current_thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import sp_core as sp
-from sp_core import agreement
+from sp_core import agreement, progress
 from sp_core.agreement import agree, agreeing_in_turn, make_alike
 from sp_core.errors import AGREED
 from sp_core.testing import run_threads, spmd
+from sp_core.transport import wait
 
 DISAGREE = "the ranks disagree about what to do; nothing was sent. Make these calls equal:"
 LETTERS = "".join(map(chr, range(0x100, 0x100 + 900)))
@@ -147,6 +150,51 @@ def test_ranks_are_told_who_leaves(acts: list[tuple[str, str]], text: str) -> No
         assert bool(vars(caught.value)[AGREED]) == (has_left or comm.rank > 0)
 
     run_threads(3, body)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_agreement_that_an_error_interrupts_goes_on(
+    differ: bool, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks get the values of all, and then learn that rank 0 leaves, or its next call.
+
+    An operation that is under way lets rank 0 wait by polling, where a signal may raise an error.
+    """
+    under_way = Mock(**{"advance.return_value": True})
+    interrupted: list[Thread] = []
+
+    def wait_or_fail(*given: Any) -> None:
+        if current_thread() in interrupted:
+            raise TimeoutError
+        wait(*given)
+
+    monkeypatch.setattr(agreement, "wait", wait_or_fail)
+
+    def body(comm: Any) -> None:
+        mesh = sp.Mesh(comm, a=3)
+        group, mine = mesh["a"], progress.of_this_rank()
+        if comm.rank == 0:
+            mine.add(under_way)
+            interrupted.append(current_thread())
+            with pytest.raises(TimeoutError):
+                group.agree_on(lambda: "f")
+            interrupted.clear()
+        else:
+            assert group.agree_on(lambda: "f", lambda: 7 * differ) == (0, 7 * differ, 7 * differ)
+        if leaves and comm.rank == 0:
+            mesh.__exit__(TimeoutError, TimeoutError(), None)
+        elif leaves:
+            with pytest.raises(sp.PeerFailed):
+                group.agree_on(lambda: "g")
+            mesh._abandon(TimeoutError())
+        else:
+            assert group.agree_on(lambda: "g", lambda: comm.rank) == (0, 1, 2)
+            mesh.free()
+        mine.settle(5)
+        assert mine.kept == []
+
+    run_threads(3, body, timeout=10)
 
 
 @spmd(1, 2, 3)
