@@ -102,6 +102,11 @@ def changed(name: str, value: Any, of: str = "config") -> Callable[[Any, sp.Mesh
     return use
 
 
+def other_frozen(parallel: Any, mesh: sp.Mesh) -> None:
+    parallel.model.layers[mesh.rank].requires_grad_(False)
+    parallel(**inputs())
+
+
 def other_weights(parallel: Any, mesh: sp.Mesh) -> None:
     whole = qwen3()
     with torch.no_grad():
@@ -143,6 +148,7 @@ CASES = [
     Wrong("ranks disagree", called({"position_ids": inputs(True)["position_ids"]}, (1,))),
     Wrong("ranks disagree", called({"attention_mask": torch.ones(2, 21)}, (1,))),
     Wrong("ranks disagree", lambda parallel, mesh: parallel.train(mesh.rank == 0)(**inputs())),
+    *(Wrong("ranks disagree", other_frozen, axes={axis: 2}) for axis in ("ring", "dp")),
     Wrong("ranks disagree", other_weights),
     *(Wrong("ranks disagree", partial(other_order, dim=dim)) for dim in (0, 1)),
     *(Wrong("ranks disagree", other_settings(**wrong)) for wrong in DIFFERENT),

@@ -39,6 +39,19 @@ def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: Any = 1.0, placed: bool
     return clip_gradient_norm([parameter], max_norm, tensor=mesh["ulysses"], stages=mesh["ring"])
 
 
+def others(call: Callable[[list[nn.Parameter], sp.Mesh], object]) -> Wrong:
+    """Return a call for two weights of equal shape, of which the last rank trains the other."""
+
+    def train(mesh: sp.Mesh, here: bool) -> object:
+        weights = [nn.Parameter(torch.ones(4, 2), requires_grad=here == (n > 0)) for n in range(2)]
+        for weight in weights:
+            place(weight, Placement.replicated((4, 2), mesh["ulysses"].size))
+        weights[here].grad = torch.ones(4, 2)
+        return call(weights, mesh)
+
+    return train
+
+
 def loss(change: Callable[[Tensor, Tensor], tuple[Any, ...]], *, everywhere: bool) -> Any:
 
     def compute(mesh: sp.Mesh, here: bool) -> Tensor:
@@ -253,6 +266,20 @@ ON_ONE_RANK: Table = {
             sp.ShapeError,
             "a gradient has layout torch.sparse_coo",
             lambda mesh, here: reduced(mesh, sparse=here),
+        ),
+        "gradients of the other weight": (
+            sp.CollectiveMismatch,
+            "number 1 (4, 2)",
+            others(lambda x, mesh: reduce_gradients(x, data=mesh["ring"], tensor=mesh["ulysses"])),
+        ),
+        "a norm of the other weight": (
+            sp.CollectiveMismatch,
+            "number 1 (4, 2)",
+            others(
+                lambda x, mesh: clip_gradient_norm(
+                    x, 1, tensor=mesh["ulysses"], stages=mesh["ring"]
+                )
+            ),
         ),
         "a sparse gradient in a norm": (
             sp.ShapeError,
