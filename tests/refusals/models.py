@@ -16,6 +16,7 @@ from sp_core.llama import Grid, Llama, create
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
+from sp_core.scheduling import Slot, gpipe, prefill_only
 
 CASE = Case((4, 2), layers=2)
 NONE: Any = None
@@ -84,7 +85,9 @@ def logits(change: Callable[[Tensor], Tensor]) -> Any:
     )
 
 
-def micro_batches(change: Callable[[MicroBatch], list[MicroBatch]], *, everywhere: bool) -> Any:
+def micro_batches(
+    change: Callable[[MicroBatch], list[MicroBatch]], *, everywhere: bool, **named: Any
+) -> Any:
 
     def step(mesh: sp.Mesh, here: bool) -> Tensor:
         model = CASE.model(mesh)
@@ -92,9 +95,15 @@ def micro_batches(change: Callable[[MicroBatch], list[MicroBatch]], *, everywher
         tokens = CASE.tokens(1, 4)
         labels = next_token_labels(tokens, comm=model.grid.sequence, sharding=sharding)
         good = MicroBatch(tokens, labels, sharding)
-        return loss_and_gradients(model, change(good) if here or everywhere else [good])
+        return loss_and_gradients(model, change(good) if here or everywhere else [good], **named)
 
     return step
+
+
+def in_order(*texts: str) -> Any:
+    """Return an ordering whose stages compute the slots of texts such as "F0 B0 F1 B1"."""
+    made = tuple(tuple(Slot(x[0], int(x[1:])) for x in text.split()) for text in texts)  # type: ignore[arg-type]
+    return lambda stages, batches: made
 
 
 def created(dtype: Any) -> Wrong:
@@ -194,6 +203,33 @@ ON_ONE_RANK: Table = {
                 ("labels", lambda good: [replace(good, labels=good.labels.flip(1))]),
                 ("masks", lambda good: [replace(good, mask=sp.Mask(causal=True, window=2))]),
             )
+        },
+        **{
+            f"an ordering with {what}": (
+                sp.ShapeError if made(2, 2) else TypeError,
+                text,
+                micro_batches(lambda good: [good] * 2, everywhere=True, ordering=made),
+            )
+            for text, orderings in {
+                "an order for each of 2 stages": {
+                    "one stage": lambda _, count: gpipe(1, count),
+                    "three stages": lambda _, count: gpipe(3, count),
+                    "no stage": lambda *sizes: [()],
+                    "no backwards": prefill_only,
+                    "another slot": in_order(*["F0 F1 B0 B1 F2"] * 2),
+                    "a slot twice": in_order(*["F0 F1 B0 B1 B0"] * 2),
+                    "other slots": in_order(*["F0 F1 B0 X1"] * 2),
+                    "numbers": lambda *sizes: ((1, 2), (1, 2)),
+                    "other backwards": in_order("F0 F1 B1 B0", "F0 B0 F1 B1"),
+                    "other forwards": in_order("F0 F1 B0 B1", "F1 F0 B0 B1"),
+                },
+                "result of ordering=None was given": {"no result": lambda *sizes: None},
+                "wait for each other for ever": {
+                    "a backward before its forward": in_order(*["F0 B0 B1 F1"] * 2),
+                    "stages that wait": in_order("F0 B0 F1 B1", "F0 F1 B0 B1"),
+                },
+            }.items()
+            for what, made in orderings.items()
         },
         "no valid label": (
             ValueError,
