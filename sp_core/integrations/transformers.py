@@ -292,7 +292,7 @@ def _attend(
         raise RuntimeError(
             f"attention {NAME!r} was called with {dropout=} and "
             f"{'no' if sp_core is None else 'a'} parallelized forward; it needs dropout=0.0 "
-            "and a forward of the model itself from parallelize(model, mesh), not of a part of it."
+            "and a call of the model from parallelize(model, mesh), not its forward nor a part."
         )
     qkv = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
     terms = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
@@ -327,7 +327,12 @@ def _checked(model: Any, mesh: Mesh, layout: str) -> list[Tensor]:
 
 
 def _check_config(model: Any) -> None:
-    """Raise a ValueError for settings of a model that need all tokens on one rank."""
+    """Raise a ValueError for settings or hooks of a model that need all tokens on one rank."""
+    if torch.is_grad_enabled() and any(p._post_accumulate_grad_hooks for p in model.parameters()):
+        raise ValueError(
+            "a weight has a post-accumulate-grad hook, which would see only this rank's part of "
+            "the gradient. Remove it, and step the optimizer after backward."
+        )
     outputs = ("output_attentions", "output_router_logits")
     wrong = [f"{name}=True" for name in outputs if getattr(model.config, name, False)]
     wrong += [
