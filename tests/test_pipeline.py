@@ -21,7 +21,7 @@ import sp_core as sp
 from sp_core.llama import model as llama_model
 from sp_core.llama.pipeline import MicroBatch, forward, loss_and_gradients, sum_tied_gradients
 from sp_core.nn.memory import KEEP_ALL
-from sp_core.scheduling import POLICIES, Work, split_stages
+from sp_core.scheduling import POLICIES, Work, prefill_only, split_stages
 from sp_core.segments import grouped
 from sp_core.testing import spmd
 
@@ -107,6 +107,7 @@ def test_without_gradients_a_pipeline_returns_the_same_loss(comm: Any) -> None:
         model.zero_grad()
         with torch.no_grad():
             losses += [compute(recompute=recompute) for recompute in (False, True)]
+            losses.append(compute(ordering=prefill_only))
         assert all(torch.equal(loss, losses[0]) for loss in losses)
         assert all(x.grad is None for x in model.parameters())
         if comm.size > 1:

@@ -34,7 +34,7 @@ from sp_core.integrations.sequences import byte_sums, check_values, digest, posi
 from sp_core.llama.grid import Grid
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
-from sp_core.nn.gradients import reduce_gradients
+from sp_core.nn.gradients import learning, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_loss
 from sp_core.sharding import Sharding
 
@@ -166,19 +166,21 @@ class _Parallel:
         """Replace whole sequences by this rank's shards. Return the forward's (args, kwargs)."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         comm, items = self._grid.sequence, given.get("num_items_in_batch")
+        kind = type(model).__name__
 
         def call() -> str:
             whole = [given.get(name) for name in WHOLE]
             return (
-                f"{type(model).__name__}.forward of {tuple(given['input_ids'].shape)} tokens "
-                f"#{digest(*whole)}, grad={torch.is_grad_enabled()}, training={model.training}"
+                f"{kind}.forward of {tuple(given['input_ids'].shape)} tokens "
+                f"#{digest(*whole)}, grad={torch.is_grad_enabled()}, training={model.training}, "
+                f"{learning(model)}"
             )
 
         with agreeing_in_turn() as agree_on:
             agree_on(comm, call, lambda: _check_inputs(model, given, comm))
             counts = agree_on(
                 self._grid.replicas,
-                lambda: f"{type(model).__name__}.forward, counted={items is not None}",
+                lambda: f"{kind}.forward, counted={items is not None}, {learning(model)}",
                 lambda: int(items or 0),
             )
         tokens, positions, documents = given["input_ids"], *positions_of(given)
@@ -290,7 +292,7 @@ def _attend(
         raise RuntimeError(
             f"attention {NAME!r} was called with {dropout=} and "
             f"{'no' if sp_core is None else 'a'} parallelized forward; it needs dropout=0.0 "
-            "and a forward of the model itself from parallelize(model, mesh), not of a part of it."
+            "and a call of the model from parallelize(model, mesh), not its forward nor a part."
         )
     qkv = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
     terms = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
@@ -325,7 +327,12 @@ def _checked(model: Any, mesh: Mesh, layout: str) -> list[Tensor]:
 
 
 def _check_config(model: Any) -> None:
-    """Raise a ValueError for settings of a model that need all tokens on one rank."""
+    """Raise a ValueError for settings or hooks of a model that need all tokens on one rank."""
+    if torch.is_grad_enabled() and any(p._post_accumulate_grad_hooks for p in model.parameters()):
+        raise ValueError(
+            "a weight has a post-accumulate-grad hook, which would see only this rank's part of "
+            "the gradient. Remove it, and step the optimizer after backward."
+        )
     outputs = ("output_attentions", "output_router_logits")
     wrong = [f"{name}=True" for name in outputs if getattr(model.config, name, False)]
     wrong += [

@@ -31,13 +31,19 @@ from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
 from sp_core.nn.loss import IGNORED
 from sp_core.nn.memory import Saving
-from sp_core.scheduling.pipeline import Order, one_forward_one_backward, prefill_only
+from sp_core.scheduling.pipeline import (
+    Order,
+    check_orders,
+    one_forward_one_backward,
+    prefill_only,
+)
 from sp_core.sharding import Sharding
 from sp_core.transport import Handle
 
 Ordering = Callable[[int, int], tuple[Order, ...]]
 """A function from the numbers of stages and of micro-batches to the order in which each stage
-computes the forwards and backwards of the micro-batches."""
+computes the forwards and backwards of the micro-batches. All stages need the same order of
+forwards, and the same order of backwards."""
 NAME = "pipeline"
 
 
@@ -203,7 +209,8 @@ def loss_and_gradients(
 
     Raises:
         ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, tokens,
-            labels or a mask that do not fit, or `chunk` below 1. On every rank of the mesh.
+            labels or a mask that do not fit, a wrong result of `ordering`, or `chunk` below 1. On
+            every rank of the mesh.
         CollectiveMismatch: ranks with different micro-batches or orders, or of which only some
             have gradients off. On every rank.
     """
@@ -351,6 +358,8 @@ def _agree(
         saving.check()
         chosen = ordering if torch.is_grad_enabled() else prefill_only
         orders.append(chosen(grid.stages.size, len(batches)))
+        if torch.is_grad_enabled():
+            check_orders(orders[0], grid.stages.size, len(batches))
 
     with agreeing_in_turn() as agree_on:
         agree_on(grid.stages, same_tokens, check)

@@ -45,7 +45,7 @@ from sp_core.llama.record import (
     settings_of,
 )
 from sp_core.mask import Mask
-from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
+from sp_core.nn.gradients import clip_gradient_norm, learning, reduce_gradients
 from sp_core.nn.loss import next_token_labels
 from sp_core.nn.memory import Saving
 from sp_core.segments import split_ranges
@@ -108,7 +108,9 @@ def train_step(
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
 
     def call() -> str:
-        return f"train_step({max_norm=}, {model.dtype}, {settings_of(optimizer)})"
+        return (
+            f"train_step({max_norm=}, {model.dtype}, {learning(model)}, {settings_of(optimizer)})"
+        )
 
     dealt = _agree(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
     loss = _backward(model, saving, *dealt)
@@ -163,12 +165,12 @@ def backward(
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
             no token with a next token, no weight to train, a layout for other numbers of tokens or
             ranks, `window` or `chunk` below 1, or layers that are split over stages.
-        CollectiveMismatch: ranks with different sequences. All on every rank.
+        CollectiveMismatch: ranks with different sequences or frozen weights. All on every rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
 
     def call() -> str:
-        return f"backward({model.dtype})"
+        return f"backward({model.dtype}, {learning(model)})"
 
     dealt = _agree(call, model, sequences, layout, own, window, saving)
     return _backward(model, saving, *dealt)
@@ -211,7 +213,7 @@ def _agree(
             check_parameters(others["optimizer"], {*model.parameters()})
         check_sequences(sequences, model.config)
         saving.check()
-        _check_gradients(model)
+        _check_weights(model)
         shares = split_ranges(len(sequences), 1 if own else replicas.size)
         given.extend(_dealt(sequences, layout, window, shares, grid))
         digest = crc32(f"{replicas.rank} {given[0]}".encode())
@@ -233,8 +235,9 @@ def _agree(
     return given[1], given[2], given[3]
 
 
-def _check_gradients(model: Llama) -> None:
-    """Raise ValueError, on this rank, if a backward would set no gradient."""
+def _check_weights(model: Llama) -> None:
+    """Raise an error, on this rank, if parts were replaced or a backward sets no gradient."""
+    model.check_parts()
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())):
         raise ValueError(
             "no weight of the model has requires_grad=True, or gradients are off. Set it for the "

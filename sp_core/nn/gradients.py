@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +120,8 @@ def _indices(ranges: Sequence[range], like: Tensor) -> Tensor:
     return concatenated(ranges).to(like.device)
 
 
-Placed = list[tuple[nn.Parameter, Placement]]
-"""Parameters with their placements."""
+Placed = dict[int, tuple[nn.Parameter, Placement]]
+"""Parameters with their placements, by their numbers among all parameters that were given."""
 
 
 def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
@@ -174,24 +175,24 @@ def reduce_gradients(
         DeviceError: a parameter is not on the device of `data`.
         DtypeError: a gradient is complex.
         TypeError: an item of `parameters` is not a parameter.
-        CollectiveMismatch: the ranks pass different parameters.
+        CollectiveMismatch: the ranks pass different parameters, or have others frozen.
 
     Every error is raised on every rank of both groups, except in one case. If only some ranks pass
     `tensor`, these ranks wait in the agreement over `tensor`. They get an error as soon as the
     other ranks next use that communicator, or leave the `with` block of the mesh.
     """
-    wanted: Placed = []
+    wanted: Placed = {}
     _agree_in_turn(
         lambda: f"reduce_gradients({_listed(wanted)}, tensor={tensor and 'given'})",
-        lambda: wanted.extend(_placed(parameters, data, tensor, lambda p: p.requires_grad)),
+        lambda: wanted.update(_placed(parameters, data, tensor, lambda p: p.requires_grad)),
         # data first: a rank that was called without `tensor` gets errors of other ranks only there
         *((data,) if tensor is None else (data, tensor)),
     )
-    gradients = [_own_gradient(parameter) for parameter, _ in wanted]
+    gradients = [_own_gradient(parameter) for parameter, _ in wanted.values()]
     _sum_in_place(gradients, data)
     if tensor is None:
         return
-    pairs = zip(gradients, wanted, strict=True)
+    pairs = zip(gradients, wanted.values(), strict=True)
     shared = [(x, placement) for x, (_, placement) in pairs if placement.partial]
     wholes = [placement.spread(x, tensor.rank) for x, placement in shared]
     _sum_in_place(wholes, tensor)
@@ -245,7 +246,7 @@ def clip_gradient_norm(
 
     All of these errors are raised on every rank.
     """
-    wanted: Placed = []
+    wanted: Placed = {}
     others = () if stages is None else (stages,)
 
     def check() -> None:
@@ -253,11 +254,11 @@ def clip_gradient_norm(
             raise ValueError(
                 f"{max_norm=} was given; pass a number above 0, or infinity to only measure."
             )
-        wanted.extend(_placed(parameters, tensor, tensor, lambda p: p.grad is not None))
+        wanted.update(_placed(parameters, tensor, tensor, lambda p: p.grad is not None))
 
     call = f"clip_gradient_norm({max_norm=})"
     _agree_in_turn(lambda: call, check, tensor, *others, own=lambda: _listed(wanted))
-    gradients = [(_own_gradient(p), placement) for p, placement in wanted]
+    gradients = [(_own_gradient(p), placement) for p, placement in wanted.values()]
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for x, placement in gradients:
         counted = placement.counted(x, tensor.rank)
@@ -293,8 +294,8 @@ def _placed(
         TypeError: on this rank: an item of `parameters` is not a parameter.
     """
     arguments.check(parameters=parameters)
-    found = []
-    for parameter in {id(each): each for each in parameters}.values():
+    found: Placed = {}
+    for number, parameter in enumerate({id(each): each for each in parameters}.values()):
         arguments.check_type(
             "a parameter",
             parameter,
@@ -307,7 +308,7 @@ def _placed(
         if parameter.grad is not None:
             arguments.check_tensor(parameter.grad, comm, "a gradient", SUMMABLE)
         if tensor is None and "placement" not in vars(parameter):
-            found.append((parameter, Placement(tuple(parameter.shape), 0, ())))
+            found[number] = parameter, Placement(tuple(parameter.shape), 0, ())
             continue
         placement = placement_of(parameter)
         rank, size = (0, 1) if tensor is None else (tensor.rank, tensor.size)
@@ -317,7 +318,7 @@ def _placed(
                 f"{len(placement.held)} ranks, which is not how rank {rank} of {size} holds it. "
                 f"Pass the ranks over which it is cut as `tensor`."
             )
-        found.append((parameter, placement))
+        found[number] = parameter, placement
     return found
 
 
@@ -348,11 +349,17 @@ def _agree_in_turn(
 
 
 def _listed(parameters: Placed) -> str:
-    """Return a text that must match on all ranks: whole shapes, dtypes, which are partial."""
+    """Return a text that must match on all ranks: numbers, whole shapes, dtypes, and partial."""
     return ", ".join(
-        f"{placement.shape} {x.dtype}{' partial' * placement.partial}"
-        for x, placement in parameters
+        f"number {number} {placement.shape} {x.dtype}{' partial' * placement.partial}"
+        for number, (x, placement) in parameters.items()
     )
+
+
+def learning(module: nn.Module) -> str:
+    """Return a text that is equal on ranks on which the same weights have requires_grad."""
+    flags = [weight.requires_grad for weight in module.parameters()]
+    return f"{sum(flags)} of {len(flags)} weights learn #{crc32(bytes(flags)):08x}"
 
 
 def _sum_in_place(tensors: Sequence[Tensor], comm: Communicator) -> None:

@@ -176,6 +176,32 @@ def timeline(
     return Timeline(tuple(map(tuple, placed)), max(done.values(), default=0.0))
 
 
+def check_orders(orders: Sequence[Order], stages: int, batches: int) -> None:
+    """Raise an error unless the stages can compute and train all micro-batches in these orders.
+
+    A stage receives messages in the order in which its neighbour sends them. So all stages need the
+    same order of forwards, and the same order of backwards.
+
+    Raises:
+        TypeError: `orders` is no sequence.
+        ShapeError: an order or a slot is missing or one too many, the orders of two stages do not
+            fit, or stages wait for each other for ever.
+    """
+    arguments.check_type("the result of ordering", orders, Sequence, "Pass one such as gpipe.")
+    slots = {*gpipe(1, batches)[0]}
+    is_whole = all(len(order) == len(slots) and {*order} == slots for order in orders)
+    if not (len(orders) == stages and is_whole) or any(
+        len({tuple(slot for slot in order if slot.direction == way) for order in orders}) > 1
+        for way in "FB"
+    ):
+        raise ShapeError(
+            f"the result of ordering is {orders}; needed is an order for each of {stages} stages, "
+            f"with F and B of each of {batches} micro-batches once. All stages need the same order "
+            f"of forwards, and the same order of backwards."
+        )
+    timeline(orders)
+
+
 def bubble_share(stages: int, batches: int) -> float:
     """Return the share of time in which a stage is idle if all slots take equally long.
 

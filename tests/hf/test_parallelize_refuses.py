@@ -102,6 +102,25 @@ def changed(name: str, value: Any, of: str = "config") -> Callable[[Any, sp.Mesh
     return use
 
 
+def other_frozen(parallel: Any, mesh: sp.Mesh) -> None:
+    parallel.model.layers[mesh.rank].requires_grad_(False)
+    parallel(**inputs())
+
+
+def hooked(parallel: Any, mesh: sp.Mesh, ranks: tuple[int, ...]) -> None:
+    """Step an optimizer in backward on some ranks, when a weight gets the rank's own gradient."""
+    weight = next(parallel.parameters())
+    if mesh.rank in ranks:
+        weight.register_post_accumulate_grad_hook(lambda x: x.data.sub_(x.grad))
+    with torch.no_grad():
+        parallel(**inputs())
+    before = weight.detach().clone()
+    try:
+        parallel(**inputs()).loss.backward()
+    finally:
+        assert torch.equal(weight, before)
+
+
 def other_weights(parallel: Any, mesh: sp.Mesh) -> None:
     whole = qwen3()
     with torch.no_grad():
@@ -143,11 +162,14 @@ CASES = [
     Wrong("ranks disagree", called({"position_ids": inputs(True)["position_ids"]}, (1,))),
     Wrong("ranks disagree", called({"attention_mask": torch.ones(2, 21)}, (1,))),
     Wrong("ranks disagree", lambda parallel, mesh: parallel.train(mesh.rank == 0)(**inputs())),
+    *(Wrong("step the optimizer after", partial(hooked, ranks=ranks)) for ranks in ((0, 1), (1,))),
+    Wrong("not its forward", lambda parallel, mesh: parallel.forward(**inputs())),
+    *(Wrong("ranks disagree", other_frozen, axes={axis: 2}) for axis in ("ring", "dp")),
     Wrong("ranks disagree", other_weights),
     *(Wrong("ranks disagree", partial(other_order, dim=dim)) for dim in (0, 1)),
     *(Wrong("ranks disagree", other_settings(**wrong)) for wrong in DIFFERENT),
     Wrong("was parallelized before", parallelize),
-    Wrong("the model itself", lambda parallel, _: parallel.model(**inputs(), use_cache=False)),
+    Wrong("not its forward", lambda parallel, _: parallel.model(**inputs(), use_cache=False)),
     Wrong(
         "use_cache", lambda parallel, _: parallel.generate(inputs()["input_ids"], max_new_tokens=2)
     ),

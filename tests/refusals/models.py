@@ -16,6 +16,7 @@ from sp_core.llama import Grid, Llama, create
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
+from sp_core.scheduling import Slot, gpipe, prefill_only
 
 CASE = Case((4, 2), layers=2)
 NONE: Any = None
@@ -38,6 +39,19 @@ def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: Any = 1.0, placed: bool
     if placed:
         place(parameter, Placement.replicated((4,), mesh["ulysses"].size))
     return clip_gradient_norm([parameter], max_norm, tensor=mesh["ulysses"], stages=mesh["ring"])
+
+
+def others(call: Callable[[list[nn.Parameter], sp.Mesh], object]) -> Wrong:
+    """Return a call for two weights of equal shape, of which the last rank trains the other."""
+
+    def train(mesh: sp.Mesh, here: bool) -> object:
+        weights = [nn.Parameter(torch.ones(4, 2), requires_grad=here == (n > 0)) for n in range(2)]
+        for weight in weights:
+            place(weight, Placement.replicated((4, 2), mesh["ulysses"].size))
+        weights[here].grad = torch.ones(4, 2)
+        return call(weights, mesh)
+
+    return train
 
 
 def loss(change: Callable[[Tensor, Tensor], tuple[Any, ...]], *, everywhere: bool) -> Any:
@@ -72,7 +86,9 @@ def logits(change: Callable[[Tensor], Tensor]) -> Any:
     )
 
 
-def micro_batches(change: Callable[[MicroBatch], list[MicroBatch]], *, everywhere: bool) -> Any:
+def micro_batches(
+    change: Callable[[MicroBatch], list[MicroBatch]], *, everywhere: bool, **named: Any
+) -> Any:
 
     def step(mesh: sp.Mesh, here: bool) -> Tensor:
         model = CASE.model(mesh)
@@ -80,9 +96,15 @@ def micro_batches(change: Callable[[MicroBatch], list[MicroBatch]], *, everywher
         tokens = CASE.tokens(1, 4)
         labels = next_token_labels(tokens, comm=model.grid.sequence, sharding=sharding)
         good = MicroBatch(tokens, labels, sharding)
-        return loss_and_gradients(model, change(good) if here or everywhere else [good])
+        return loss_and_gradients(model, change(good) if here or everywhere else [good], **named)
 
     return step
+
+
+def in_order(*texts: str) -> Any:
+    """Return an ordering whose stages compute the slots of texts such as "F0 B0 F1 B1"."""
+    made = tuple(tuple(Slot(x[0], int(x[1:])) for x in text.split()) for text in texts)  # type: ignore[arg-type]
+    return lambda stages, batches: made
 
 
 def created(dtype: Any) -> Wrong:
@@ -183,6 +205,33 @@ ON_ONE_RANK: Table = {
                 ("masks", lambda good: [replace(good, mask=sp.Mask(causal=True, window=2))]),
             )
         },
+        **{
+            f"an ordering with {what}": (
+                sp.ShapeError if made(2, 2) else TypeError,
+                text,
+                micro_batches(lambda good: [good] * 2, everywhere=True, ordering=made),
+            )
+            for text, orderings in {
+                "an order for each of 2 stages": {
+                    "one stage": lambda _, count: gpipe(1, count),
+                    "three stages": lambda _, count: gpipe(3, count),
+                    "no stage": lambda *sizes: [()],
+                    "no backwards": prefill_only,
+                    "another slot": in_order(*["F0 F1 B0 B1 F2"] * 2),
+                    "a slot twice": in_order(*["F0 F1 B0 B1 B0"] * 2),
+                    "other slots": in_order(*["F0 F1 B0 X1"] * 2),
+                    "numbers": lambda *sizes: ((1, 2), (1, 2)),
+                    "other backwards": in_order("F0 F1 B1 B0", "F0 B0 F1 B1"),
+                    "other forwards": in_order("F0 F1 B0 B1", "F1 F0 B0 B1"),
+                },
+                "result of ordering=None was given": {"no result": lambda *sizes: None},
+                "wait for each other for ever": {
+                    "a backward before its forward": in_order(*["F0 B0 B1 F1"] * 2),
+                    "stages that wait": in_order("F0 B0 F1 B1", "F0 F1 B0 B1"),
+                },
+            }.items()
+            for what, made in orderings.items()
+        },
         "no valid label": (
             ValueError,
             "no label of any micro-batch is valid",
@@ -254,6 +303,20 @@ ON_ONE_RANK: Table = {
             sp.ShapeError,
             "a gradient has layout torch.sparse_coo",
             lambda mesh, here: reduced(mesh, sparse=here),
+        ),
+        "gradients of the other weight": (
+            sp.CollectiveMismatch,
+            "number 1 (4, 2)",
+            others(lambda x, mesh: reduce_gradients(x, data=mesh["ring"], tensor=mesh["ulysses"])),
+        ),
+        "a norm of the other weight": (
+            sp.CollectiveMismatch,
+            "number 1 (4, 2)",
+            others(
+                lambda x, mesh: clip_gradient_norm(
+                    x, 1, tensor=mesh["ulysses"], stages=mesh["ring"]
+                )
+            ),
         ),
         "a sparse gradient in a norm": (
             sp.ShapeError,

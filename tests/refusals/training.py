@@ -107,6 +107,23 @@ def conversions(axis: str) -> dict[str, Row]:
     }
 
 
+def frozen() -> dict[str, Row]:
+    """Return the trainings of a model of which each rank has frozen another layer."""
+
+    def freeze(call: Callable[[Llama], object]) -> Wrong:
+        def train(mesh: sp.Mesh, here: bool) -> object:
+            model = CASE.model(mesh)
+            model.layers[here].requires_grad_(requires_grad=False)
+            return call(model)
+
+        return train
+
+    return {
+        f"{name} with another layer frozen": (sp.CollectiveMismatch, "weights learn", freeze(call))
+        for name, call in (("a backward", CALLS["a backward"][0]), ("a training step", stepped))
+    }
+
+
 EVERYWHERE: Table = {
     "ring": {
         "an empty sequence": (
@@ -160,6 +177,7 @@ EVERYWHERE: Table = {
 ON_ONE_RANK: Table = {
     "dp": {
         **conversions("dp"),
+        **frozen(),
         "a layout of the tokens of one replica": (
             sp.ShapeError,
             "5 tokens over 1 ranks was made; one for 3 tokens",
@@ -178,7 +196,7 @@ ON_ONE_RANK: Table = {
             lambda mesh, here: backward(CASE.model(mesh).requires_grad_(not here), TEXTS),
         ),
     },
-    **{axis: conversions(axis) for axis in ("ring", "tp")},
+    **{axis: conversions(axis) | frozen() for axis in ("ring", "tp")},
     "pp": {
         **conversions("pp"),
         "a training step on stages, which have different numbers of parameters": (
