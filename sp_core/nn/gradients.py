@@ -245,7 +245,7 @@ def clip_gradient_norm(
 
     All of these errors are raised on every rank.
     """
-    wanted: Placed = []
+    wanted, max_norm = Placed(), arguments.plain(max_norm)
     others = () if stages is None else (stages,)
 
     def check() -> None:
