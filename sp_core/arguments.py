@@ -98,6 +98,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             "integers: a range, a list, a tensor (S,), or None for 0, 1, 2, ...",
         ),
     ),
+    "place": (_are_positions, "integers: a range, a list or a tensor (S,)"),
     "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
     "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),
     "shape": (_are_whole, "a list or tuple of whole numbers"),

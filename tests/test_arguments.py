@@ -61,6 +61,7 @@ TAKEN = {
     "causal": "flag",
     "op": "empty word",
     "q_positions": f"none {SEQUENCES} mapping set tensor",
+    "place": f"{SEQUENCES} mapping set tensor",
     "stop": "list wholes tuple range set",
     "stop_strings": "words list",
     "shape": "list wholes tuple range",

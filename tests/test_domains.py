@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -116,11 +117,6 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "uint64": lambda number: np.uint64 if number >= 0 else np.int64,
 }
 """By name, a function that returns the integer type of NumPy in which a number is passed."""
-PYTHON_ONLY = (
-    *("ColumnParallelLinear", "FeedForward", "RowParallelLinear", "SelfAttention"),
-    *("TransformerBlock", "gradients.", "llama.", "loss."),
-)
-"""Beginnings of the names of calls that need numbers of Python."""
 
 
 def as_numpy(kind: str, given: Any) -> Any:
@@ -145,11 +141,7 @@ def given_numpy(subject: Subject, kind: str) -> Subject:
     return replace(subject, prepare=prepare)
 
 
-@pytest.mark.parametrize(
-    "subject",
-    [subject for subject in SUBJECTS if not subject.name.startswith(PYTHON_ONLY)],
-    ids=lambda subject: subject.name,
-)
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 def test_numbers_of_numpy_count_as_those_of_python(subject: Subject) -> None:
     """Sums and products of NumPy's numbers may wrap, and they lack methods of Python's."""
     rows = [row for row in subject.each_part(SEED) if not row.items() & SLOW]
@@ -157,7 +149,8 @@ def test_numbers_of_numpy_count_as_those_of_python(subject: Subject) -> None:
     for place, row in enumerate(rows):
         kind = [*KINDS][place % len(KINDS)]
         if refused := Tried().row(given_numpy(subject, kind), row, SEED):
-            assert refused == Tried().row(subject, row, SEED), kind
+            both = refused, Tried().row(subject, row, SEED)
+            assert len({re.sub(r"/tmp\w+", "/folder", text) for text in both}) == 1, (kind, *both)
 
 
 DEFAULTS: dict[str, set[float]] = {

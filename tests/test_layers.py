@@ -12,6 +12,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from domains.declared import normal
@@ -205,6 +206,28 @@ def test_a_part_that_draws_random_numbers_draws_them_again_in_the_backward(comm:
         total = layer(normal(1, (1, 8, 4), "float32")).sum()
         (grad,) = torch.autograd.grad(total, weight)
         torch.testing.assert_close((grad * weight).sum(), total)
+
+
+@spmd(2)
+def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(comm: Any) -> None:
+    """Products of them would wrap, and their texts differ from those of Python's numbers."""
+    number: Any = np.uint8 if comm.rank else int
+    heads = {"num_kv_heads": number(2), "head_dim": number(100)}
+    with sp.Mesh(comm, device=device(), sp=2) as mesh:
+        one = mesh["sp"]
+        more: dict[str, Any] = {"chunk": number(3), "dropout": 0.5, "comm": one, "device": device()}
+        block = sp.TransformerBlock(number(200), number(4), **heads, **more)
+        assert block.attention.q_proj.weight.shape == (400, 200)
+        assert block.feed_forward.up.weight.shape == (800, 200)
+        x, sharding = torch.ones(1, 4, 200, device=device()), sp.Sharding.contiguous(8, 2)
+        out, same = (block(x, sharding=sharding, seed=seed) for seed in (number(200), 200))
+        assert torch.equal(out, same)
+        weight = place(nn.Parameter(torch.ones(2, device=device())), Placement.replicated((2,), 2))
+        weight.grad = torch.tensor([6.0, 8.0], device=device())
+        assert clip_gradient_norm([weight], number(5), tensor=one) == 10.0
+        assert weight.grad.tolist() == [3.0, 4.0]
+        with pytest.raises(ValueError, match="max_norm=0 was given"):
+            clip_gradient_norm([weight], number(0), tensor=one)
 
 
 def test_a_rope_of_another_head_dim_is_refused() -> None:

@@ -47,6 +47,21 @@ def test_each_rank_keeps_its_share_of_the_tokens(comm: Any) -> None:
             assert max(kept) - min(kept) <= 1
 
 
+@spmd(2)
+def test_narrow_numbers_of_numpy_make_the_same_decoder(comm: Any) -> None:
+    """Room, beginnings of sequences and micro-batches of NumPy's narrowest type would wrap."""
+    rooms: Any = [np.uint8(100)] * 4, [100] * 4
+    with sp.Mesh(comm, ring=2) as mesh:
+        model, new = GREEDY.model(mesh), [[1] * 60, [2], [3] * 50, [4]]
+        one, same = (
+            Decoder(model, room if comm.rank else rooms[1], micro_batches=room[0] // 50)
+            for room in rooms
+        )
+        assert torch.equal(one.prefill(new), same.prefill(new))
+        assert torch.equal(one.decode([[1], [2], [], [3]]), same.decode([[1], [2], [], [3]]))
+        assert [cache.room for cache in one.caches] == [(100, 100)] * 2
+
+
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"ring": 2}, {"pp": 2}])
 @spmd(2)
 def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.errors import CheckpointError, ShapeError
 from sp_core.nn.rope import Rope
 
@@ -77,13 +78,13 @@ class LlamaConfig:
     eos_token_id: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise CheckpointError if entries do not fit together or are not supported."""
+        """Convert numbers of NumPy. Raise CheckpointError if entries are not supported."""
+        vars(self).update({name: arguments.plain(x) for name, x in vars(self).items()})
         sizes = {
             name: getattr(self, name)
             for name in (*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
         }
-        wrong = {name: value for name, value in sizes.items() if not _is_size(value)}
-        if wrong:
+        if wrong := {name: value for name, value in sizes.items() if not _is_size(value)}:
             raise CheckpointError(
                 f"the configuration says {wrong}; whole numbers of at least 1 are needed."
             )
@@ -167,7 +168,7 @@ class LlamaConfig:
             )
         _check_only(values)
         names = cls.__dataclass_fields__
-        given = {name: values[name] for name in names if values.get(name) is not None}
+        given = {x: arguments.plain(values[x]) for x in names if values.get(x) is not None}
         missing = [name for name in _SIZES if name not in given]
         if missing:
             raise CheckpointError(f"the configuration lacks {', '.join(missing)}.")

@@ -75,10 +75,10 @@ class Cache:
     @torch.inference_mode(False)  # later calls in any mode write to the memory
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
         comm, config = model.grid.sequence, model.config
-        self.rank, self.room = comm.rank, tuple(room)
-        self.slot, self.lengths = max(room, default=0), [0] * len(room)
+        self.rank, self.room = comm.rank, tuple(map(int, room))
+        self.slot, self.lengths = max(self.room, default=0), [0] * len(room)
         self.owned: list[list[int]] = [[] for _ in range(comm.size)]
-        tokens = -(-sum(room) // comm.size)
+        tokens = -(-sum(self.room) // comm.size)
         # the keys of a head lie side by side: one query reads them twice as fast on a CPU
         shape = (len(model.own), 2, len(model.kv_heads), tokens, config.head_dim)
         self.rows = torch.zeros(shape, dtype=model.dtype, device=comm.device)
@@ -188,7 +188,7 @@ class Decoder:
         self, model: Llama, room: Sequence[int], *, micro_batches: int | None = None
     ) -> None:
         check_model(model)
-        count = model.grid.stages.size if micro_batches is None else micro_batches
+        count = model.grid.stages.size if micro_batches is None else arguments.plain(micro_batches)
 
         def make() -> tuple[list[Cache], str]:
             model.check_parts()
@@ -199,7 +199,7 @@ class Decoder:
                 check_length(f"the room of sequence {number}", most, 0, model.config)
             self.dtype, self.parts = model.dtype, split_ranges(len(room), count)
             caches = [Cache(model, [room[number] for number in part]) for part in self.parts]
-            return caches, f"Decoder({list(room)}, micro_batches={count}, {self.dtype})"
+            return caches, f"Decoder({[*map(int, room)]}, micro_batches={count}, {self.dtype})"
 
         self.model = model
         self.caches = make_alike(model.grid.model, make)

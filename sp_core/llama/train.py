@@ -106,6 +106,7 @@ def train_step(
     Every error is raised on every rank, and leaves the weights unchanged.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
+    max_norm = arguments.plain(max_norm)
 
     def call() -> str:
         return (

@@ -49,12 +49,13 @@ def dropout(
         ShapeError: x has fewer than 3 dims, or there are not S positions or not E features.
         DtypeError: x is not floating.
         ValueError: p or seed is out of range.
-        TypeError: p is not a number, or seed not a whole number.
+        TypeError: p is not a number, seed no whole number, positions or features no integers.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, figure
     16, for the hash.
     """
     check(p=p, seed=seed)
+    check("place", positions=positions, **{} if features is None else {"features": features})
     if not (0 <= p < 1 and 0 <= seed < 2**62):
         raise ValueError(f"{p=} and {seed=} were given; pass p in [0, 1), and seed in [0, 2^62).")
     if not x.dtype.is_floating_point:

@@ -247,6 +247,7 @@ def clip_gradient_norm(
     All of these errors are raised on every rank.
     """
     wanted: Placed = {}
+    max_norm = arguments.plain(max_norm)
     others = () if stages is None else (stages,)
 
     def check() -> None:

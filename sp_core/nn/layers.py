@@ -190,11 +190,12 @@ class SelfAttention(ReplicatedLayer):
         super().__init__(hidden, comm)
         arguments.check(attention=attention, rope=rope)
         arguments.check_positive(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        hidden, num_heads, head_dim = map(arguments.plain, (hidden, num_heads, head_dim))
         terms = {"softcap": softcap, "alibi": alibi}
         self.terms = {name: value for name, value in terms.items() if value is not None}
         if sinks:
             self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
-        num_kv_heads = num_kv_heads or num_heads
+        num_kv_heads = arguments.plain(num_kv_heads) or num_heads
         if num_heads % num_kv_heads or (head_dim is None and hidden % num_heads):
             raise ShapeError(
                 f"hidden={hidden}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: num_heads "
@@ -267,8 +268,8 @@ class FeedForward(ReplicatedLayer):
     ) -> None:
         super().__init__(hidden, comm)
         arguments.check_positive(ffn_hidden=ffn_hidden, chunk=chunk)
-        ffn_hidden = ffn_hidden or 4 * hidden
-        self.gated, self.chunk = gated, chunk
+        hidden, ffn_hidden = self.hidden, arguments.plain(ffn_hidden) or 4 * self.hidden
+        self.gated, self.chunk = gated, arguments.plain(chunk)
         self.up = nn.Linear(hidden, ffn_hidden, bias, device, dtype)
         if gated:
             self.gate = nn.Linear(hidden, ffn_hidden, bias, device, dtype)
@@ -382,14 +383,13 @@ class TransformerBlock(nn.Module):
                 )
             return f"a block with dropout={self.dropout}, seed={seed}"
 
-        p = self.dropout if self.training else 0.0
-        if p:
+        if p := self.dropout if self.training else 0.0:
             self.comm.agree_on(call)
         mask = self.mask if mask is None else mask
 
         def drop(y: Tensor, place: int) -> Tensor:
             positions = sharding.positions(self.comm.rank)
-            return dropout(y, p, seed=2 * (seed or 0) + place, positions=positions)
+            return dropout(y, p, seed=2 * int(seed or 0) + place, positions=positions)
 
         return pre_norm(
             x,

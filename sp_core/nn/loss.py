@@ -171,7 +171,7 @@ def next_token_loss(
 
     def call() -> str:
         learns = x.requires_grad, head is not None and head.requires_grad
-        return f"next_token_loss({x.dtype}, requires_grad={learns}, {count=}, {chunk=})"
+        return f"next_token_loss({x.dtype}, requires_grad={learns}, count={count}, chunk={chunk})"
 
     def same() -> str:
         return (
@@ -185,12 +185,12 @@ def next_token_loss(
             data, lambda: f"{call()} on {data.name}", lambda: _check_labels(labels, sum(sizes))
         )
     valid = labels != IGNORED
-    count = int(all_reduce(valid.sum(), comm=data)) if count is None else count
+    count = int(all_reduce(valid.sum(), comm=data)) if count is None else int(count)
     if count == 0:
         raise ValueError(
             f"none of the labels of all ranks is valid (all are {IGNORED}), so there is no mean."
         )
-    size = max(labels.numel(), 1) if head is None or chunk is None else chunk
+    size = max(labels.numel(), 1) if head is None or chunk is None else int(chunk)
     parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
     compute = partial(_cross_entropy, head=head, tensor=tensor, sizes=sizes)
     losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,)).view_as(labels)

@@ -26,6 +26,10 @@ class Saving:
     offload: bool = False
     chunk: int | None = None
 
+    def __post_init__(self) -> None:
+        """Convert `chunk`, which may be a number of NumPy."""
+        object.__setattr__(self, "chunk", arguments.plain(self.chunk))
+
     def check(self) -> None:
         """Raise TypeError or ValueError, on this rank, if a value is wrong."""
         arguments.check(recompute=self.recompute, offload=self.offload)

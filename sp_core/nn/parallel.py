@@ -382,7 +382,7 @@ def _sizes_and_call(
     if sharding is not None:
         check_sharding(sharding, comm, kind.__name__)
     features = linear.weight.shape[kind.split_dim]
-    cut = split_sizes(features, comm.size) if sizes is None else tuple(sizes)
+    cut = split_sizes(features, comm.size) if sizes is None else arguments.plain(sizes)
     if len(cut) != comm.size or min(cut) < 0 or sum(cut) != features:
         raise ShapeError(
             f"{kind.__name__}: sizes={cut} were given; {comm.size} sizes >= 0 that add up to "

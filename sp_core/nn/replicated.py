@@ -43,7 +43,7 @@ class ReplicatedLayer(nn.Module):
         super().__init__()
         check_communicator(comm)
         check_positive(hidden=hidden)
-        self.hidden = hidden
+        self.hidden = int(hidden)
         self.comm = comm
 
     def extra_repr(self) -> str:

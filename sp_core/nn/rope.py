@@ -26,6 +26,8 @@ _FIELDS = {
 """For each rope_type, the entries that a scaling must have."""
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """Default values of optional entries of a yarn scaling."""
+_NUMBERS = {*_YARN, "attention_factor", "mscale", "mscale_all_dim"}.union(*_FIELDS.values())
+"""Entries of a scaling that are numbers, except for truncate, which is True or False."""
 
 
 class Rope:
@@ -72,6 +74,9 @@ class Rope:
         if not 0 < base < math.inf:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
         known = {name: value for name, value in (scaling or {}).items() if value is not None}
+        for name in (name for name in known if name in _NUMBERS):
+            kind = "causal" if name == "truncate" else "base"  # True or False, or a number
+            check(kind, **{f"scaling[{name!r}]": known[name]})
         self.frequencies = _frequencies(head_dim, float(base), known)
         self.amplitude = _amplitude(known)
         self._text = f"Rope({head_dim}, base={float(base)}, scaling={sorted(known.items())})"

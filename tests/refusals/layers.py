@@ -40,6 +40,8 @@ OF_DROPOUT: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "seed=4611686018427387904", {"seed": 2**62}),
     (TypeError, r"seed=0\.5", {"seed": 0.5}),
     (sp.ShapeError, "3 positions", {"positions": range(3)}),
+    *((TypeError, f"positions={x} was given; pass integers", {"positions": x}) for x in (None, 3)),
+    (TypeError, "features=3 was given; pass integers", {"features": 3}),
     (sp.ShapeError, "4 positions", {"x": torch.ones(3, 4)}),
     (sp.ShapeError, "2 features", {"features": range(2)}),
     (sp.DtypeError, "int64", {"x": torch.ones(1, 4, 3).long()}),
@@ -54,6 +56,18 @@ ROWS: list[Row] = [
                 ("head_dim='4'", {"head_dim": "4"}),
                 ("base='x'", {"base": "x"}),
                 (r"scaling=\[1\]", {"scaling": [1]}),
+                ("base=int 1000", {"base": 10**400}),
+                *(
+                    (rf"scaling\['{name}'\]=.* was given; pass", {"scaling": kind | {name: x}})
+                    for kind, names in (
+                        ({"rope_type": "linear"}, ["factor"]),
+                        (LLAMA3, [*LLAMA3][1:]),
+                        (YARN, [*YARN, "beta_fast", "beta_slow", "attention_factor"][1:]),
+                        (YARN, ["mscale", "mscale_all_dim", "truncate"]),
+                    )
+                    for name in names
+                    for x in ("x", [4], 10**400)
+                ),
             ]
         )
     ),
