@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -16,6 +16,7 @@ import pytest
 import torch
 from domains.declared import normal
 from domains.numeric import uniform
+from oracle.changed_parts import CHANGES
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -157,47 +158,6 @@ def test_a_block_between_layers_of_torch_has_the_gradients_of_one_process(comm: 
             torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9)
 
 
-class Adapted(nn.Linear):
-    """A linear layer with a low-rank term (LoRA), whose own weight is frozen."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base.in_features, base.out_features, dtype=base.weight.dtype)
-        self.weight.requires_grad_(False)
-        self.low = nn.Linear(self.in_features, 1, dtype=base.weight.dtype)
-        self.high = nn.Linear(1, self.out_features, dtype=base.weight.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add the low-rank term."""
-        return super().forward(x).add(self.high(self.low(x)))
-
-
-def patched(part: nn.Linear) -> nn.Linear:
-    """Set another forward on a linear layer, as some libraries do."""
-    vars(part)["forward"] = lambda x: nn.Linear.forward(part, x).cos()
-    return part
-
-
-def hooked(name: str, hook: Callable[..., Any], part: nn.Linear) -> nn.Linear:
-    """Register a hook on a linear layer."""
-    getattr(part, name)(hook)
-    return part
-
-
-CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
-    "another class": Adapted,
-    "a sequence": lambda part: nn.Sequential(part, nn.Tanh()),
-    "a parametrization": nn.utils.parametrizations.weight_norm,
-    "another forward": patched,
-    "a forward hook": partial(hooked, "register_forward_hook", lambda part, given, y: 2 * y),
-    "a pre-hook": partial(hooked, "register_forward_pre_hook", lambda part, given: 2 * given[0]),
-    "a backward hook": partial(
-        hooked, "register_full_backward_hook", lambda part, dx, dy: (2 * dx[0],)
-    ),
-    "a backward pre-hook": partial(
-        hooked, "register_full_backward_pre_hook", lambda part, dy: (2 * dy[0],)
-    ),
-}
-"""Changes of a linear layer inside another layer."""
 CHANGED = (
     *(f"attention.{name}_proj" for name in "qkvo"),
     *(f"feed_forward.{name}" for name in ("gate", "up", "down")),
@@ -205,15 +165,16 @@ CHANGED = (
 
 
 def results(
-    group: sp.Communicator, name: str, change: Callable[[nn.Linear], nn.Module] | None
+    group: sp.Communicator, names: Iterable[str], change: Callable[[nn.Linear], nn.Module]
 ) -> list[Tensor]:
-    """Return the whole result of a block, and all gradients. First change the part `name`."""
+    """Return the whole result of a block, and all gradients. First change the parts `names`."""
     sharding = sp.Sharding.zigzag(8, group.size)
     block = sp.TransformerBlock(4, 2, comm=group, gated=True, chunk=2, dtype=torch.float64)
-    if change is not None:
+    for name in names:
         block.set_submodule(name, change(cast("nn.Linear", block.get_submodule(name))))
     for n, weight in enumerate(block.parameters()):
-        weight.data = normal(n, weight.shape, "float64")
+        if weight.dtype == torch.float64:
+            weight.data = normal(n, weight.shape, "float64")
     x = sharding.shard(normal(99, (2, 8, 4), "float64"), group.rank, 1).requires_grad_()
     y = block(x, sharding=sharding)
     learning = [weight for weight in block.parameters() if weight.requires_grad]
@@ -228,10 +189,10 @@ def test_a_changed_part_of_a_layer_computes_what_it_computes_on_one_device(
     comm: Any, change: str
 ) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        for name in CHANGED:
-            found, wanted = (results(mesh[x], name, CHANGES[change]) for x in ("sp", ()))
+        for names in (*((name,) for name in CHANGED), CHANGED):
+            found, wanted = (results(mesh[x], names, CHANGES[change]) for x in ("sp", ()))
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-            plain = results(mesh[()], name, None)
+            plain = results(mesh[()], (), CHANGES[change])
             assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
 
 

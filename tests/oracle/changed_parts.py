@@ -1,0 +1,81 @@
+"""List changes of a linear layer inside another layer, as libraries for fine-tuning make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+
+class Adapted(nn.Linear):
+    """A linear layer with a low-rank term (LoRA), whose own weight is frozen."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, dtype=base.weight.dtype)
+        self.weight.requires_grad_(False)
+        self.low = nn.Linear(self.in_features, 1, dtype=base.weight.dtype)
+        self.high = nn.Linear(1, self.out_features, dtype=base.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the low-rank term."""
+        return super().forward(x).add(self.high(self.low(x)))
+
+
+class Narrow(nn.Module):
+    """A frozen linear layer of numbers of another dtype, which converts them to that of x (QLoRA).
+
+    The numbers are a buffer, or with `low` a parameter to which a low-rank term is added.
+    """
+
+    def __init__(self, base: nn.Linear, dtype: torch.dtype, low: bool) -> None:
+        super().__init__()
+        size, of = (base.in_features, base.out_features), base.weight.dtype
+        numbers = torch.arange(base.weight.numel()).view_as(base.weight).to(dtype)
+        self.base: nn.Module = nn.Linear(*size, bias=False) if low else nn.Module()
+        self.low = nn.Linear(*size, dtype=of) if low else None
+        if isinstance(self.base, nn.Linear):
+            self.base.weight = nn.Parameter(numbers, requires_grad=False)
+        else:
+            self.base.register_buffer("weight", numbers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the converted numbers, and add the low-rank term."""
+        y = nn.functional.linear(x, cast("Tensor", self.base.weight).to(x.dtype) / 50)
+        return y if self.low is None else y + self.low(x)
+
+
+def patched(part: nn.Linear) -> nn.Linear:
+    """Set another forward on a linear layer, as some libraries do."""
+    vars(part)["forward"] = lambda x: nn.Linear.forward(part, x).cos()
+    return part
+
+
+def hooked(name: str, hook: Callable[..., Any], part: nn.Linear) -> nn.Linear:
+    """Register a hook on a linear layer."""
+    getattr(part, name)(hook)
+    return part
+
+
+CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "another class": Adapted,
+    **{
+        f"{dtype} {'parameters' if low else 'buffers'}": partial(Narrow, dtype=dtype, low=low)
+        for dtype in (torch.int8, torch.bfloat16)
+        for low in (False, True)
+    },
+    "a sequence": lambda part: nn.Sequential(part, nn.Tanh()),
+    "a parametrization": nn.utils.parametrizations.weight_norm,
+    "another forward": patched,
+    "a forward hook": partial(hooked, "register_forward_hook", lambda part, given, y: 2 * y),
+    "a pre-hook": partial(hooked, "register_forward_pre_hook", lambda part, given: 2 * given[0]),
+    "a backward hook": partial(
+        hooked, "register_full_backward_hook", lambda part, dx, dy: (2 * dx[0],)
+    ),
+    "a backward pre-hook": partial(
+        hooked, "register_full_backward_pre_hook", lambda part, dy: (2 * dy[0],)
+    ),
+}
+"""Changes of a linear layer inside another layer."""
