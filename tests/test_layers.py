@@ -340,12 +340,25 @@ def test_ranks_sum_gradients_of_several_dtypes_in_one_order(comm: Any) -> None:
 
 
 @spmd(2)
-def test_a_frozen_layer_has_frozen_parts(comm: Any) -> None:
-    frozen = nn.Linear(4, 4).requires_grad_(False)
+def test_parts_of_a_layer_and_the_layer_of_the_parts_learn_as_the_layer(comm: Any) -> None:
+    kinds = (sp.ColumnParallelLinear, sp.RowParallelLinear)
     with sp.Mesh(comm, tp=2) as mesh:
-        for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear):
-            part = kind.from_linear(frozen, comm=mesh["tp"])
-            assert [x.requires_grad for x in part.parameters()] == [False, False]
+        for kind, *learn in product(kinds, (False, True), (False, True)):
+            whole = nn.Linear(4, 4)
+            for x, learns in zip(whole.parameters(), learn, strict=True):
+                x.requires_grad_(learns)
+            part = kind.from_linear(whole, comm=mesh["tp"])
+            for made in (part, part.to_linear()):
+                assert [x.requires_grad for x in made.parameters()] == learn
+
+
+@spmd(1)
+def test_a_joined_layer_draws_no_random_numbers(comm: Any) -> None:
+    with sp.Mesh(comm, tp=1) as mesh:
+        part = sp.ColumnParallelLinear.from_linear(nn.Linear(4, 4), comm=mesh["tp"])
+        before = torch.get_rng_state()
+        part.to_linear()
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_dropout_keeps_is_rounded_once() -> None:

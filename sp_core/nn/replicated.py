@@ -111,7 +111,7 @@ class ReplicatedLayer(nn.Module):
 
     def _multiplies(self, name: str) -> bool:
         """Return whether a parameter belongs to no sub-layer that was replaced."""
-        return "." not in name or type(getattr(self, name.split(".")[0])) is nn.Linear
+        return "." not in name or type(getattr(self, name.split(".", maxsplit=1)[0])) is nn.Linear
 
     def linear(self, name: str, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """Apply the sub-layer `name` to x, with the parameters that `weights` has returned.
