@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -17,7 +17,7 @@ import pytest
 import torch
 from domains.declared import normal
 from domains.numeric import uniform
-from refusals.changed import CHANGES
+from oracle.changed_parts import CHANGES
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -166,15 +166,16 @@ CHANGED = (
 
 
 def results(
-    group: sp.Communicator, name: str, change: Callable[[nn.Linear], nn.Module] | None
+    group: sp.Communicator, names: Iterable[str], change: Callable[[nn.Linear], nn.Module]
 ) -> list[Tensor]:
-    """Return the whole result of a block, and all gradients. First change the part `name`."""
+    """Return the whole result of a block, and all gradients. First change the parts `names`."""
     sharding = sp.Sharding.zigzag(8, group.size)
     block = sp.TransformerBlock(4, 2, comm=group, gated=True, chunk=2, dtype=torch.float64)
-    if change is not None:
+    for name in names:
         block.set_submodule(name, change(cast("nn.Linear", block.get_submodule(name))))
     for n, weight in enumerate(block.parameters()):
-        weight.data = normal(n, weight.shape, "float64")
+        if weight.dtype == torch.float64:
+            weight.data = normal(n, weight.shape, "float64")
     x = sharding.shard(normal(99, (2, 8, 4), "float64"), group.rank, 1).requires_grad_()
     y = block(x, sharding=sharding)
     learning = [weight for weight in block.parameters() if weight.requires_grad]
@@ -189,10 +190,10 @@ def test_a_changed_part_of_a_layer_computes_what_it_computes_on_one_device(
     comm: Any, change: str
 ) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        for name in CHANGED:
-            found, wanted = (results(mesh[x], name, CHANGES[change]) for x in ("sp", ()))
+        for names in (*((name,) for name in CHANGED), CHANGED):
+            found, wanted = (results(mesh[x], names, CHANGES[change]) for x in ("sp", ()))
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-            plain = results(mesh[()], name, None)
+            plain = results(mesh[()], (), CHANGES[change])
             assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
 
 
@@ -365,12 +366,25 @@ def test_ranks_sum_gradients_of_several_dtypes_in_one_order(comm: Any) -> None:
 
 
 @spmd(2)
-def test_a_frozen_layer_has_frozen_parts(comm: Any) -> None:
-    frozen = nn.Linear(4, 4).requires_grad_(False)
+def test_parts_of_a_layer_and_the_layer_of_the_parts_learn_as_the_layer(comm: Any) -> None:
+    kinds = (sp.ColumnParallelLinear, sp.RowParallelLinear)
     with sp.Mesh(comm, tp=2) as mesh:
-        for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear):
-            part = kind.from_linear(frozen, comm=mesh["tp"])
-            assert [x.requires_grad for x in part.parameters()] == [False, False]
+        for kind, *learn in product(kinds, (False, True), (False, True)):
+            whole = nn.Linear(4, 4)
+            for x, learns in zip(whole.parameters(), learn, strict=True):
+                x.requires_grad_(learns)
+            part = kind.from_linear(whole, comm=mesh["tp"])
+            for made in (part, part.to_linear()):
+                assert [x.requires_grad for x in made.parameters()] == learn
+
+
+@spmd(1)
+def test_a_joined_layer_draws_no_random_numbers(comm: Any) -> None:
+    with sp.Mesh(comm, tp=1) as mesh:
+        part = sp.ColumnParallelLinear.from_linear(nn.Linear(4, 4), comm=mesh["tp"])
+        before = torch.get_rng_state()
+        part.to_linear()
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_dropout_keeps_is_rounded_once() -> None:

@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import skip_init
 from torch.nn.utils.parametrize import is_parametrized
 
 from sp_core import arguments
@@ -263,6 +264,8 @@ class _ParallelLinear(Weight):
     def to_linear(self) -> nn.Linear:
         """Return the whole layer as an `nn.Linear` on every rank. Every rank calls this.
 
+        Weight and bias learn (`requires_grad`) if those of the parts do.
+
         Communication:
             One 32-byte all-reduce, one all-gather of the weight, and one of a split bias.
 
@@ -275,11 +278,14 @@ class _ParallelLinear(Weight):
         self.comm.agree_on(lambda: call, self._check_parts)
         gather = AllGather(self.comm, self.split_dim, self.sizes).run
         weight = gather(self.weight.detach())
-        linear = nn.Linear(
-            weight.shape[1], weight.shape[0], self.bias is not None, weight.device, weight.dtype
+        where: Any = {"device": weight.device, "dtype": weight.dtype}
+        linear: nn.Linear = skip_init(  # which draws no random numbers
+            nn.Linear, weight.shape[1], weight.shape[0], self.bias is not None, **where
         )
         linear.weight.data.copy_(weight)
+        linear.weight.requires_grad_(self.weight.requires_grad)
         if self.bias is not None:
+            linear.bias.requires_grad_(self.bias.requires_grad)
             bias = self.bias.detach()
             linear.bias.data.copy_(bias if self.split_dim else gather(bias))
         return linear

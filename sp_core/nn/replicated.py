@@ -29,7 +29,8 @@ class ReplicatedLayer(nn.Module):
     """A layer whose weights every rank holds whole, and which each rank applies to its own tokens.
 
     Subclasses call `weights` in `forward`, and compute with the tensors that it returns. A linear
-    sub-layer may be replaced and may have hooks: `linear` calls it.
+    sub-layer may be replaced and may have hooks: `linear` calls it. Parameters of a replaced
+    sub-layer may have any dtype, and may be missing.
 
     Args:
         hidden: E, the features of a token in the layer's input.
@@ -75,7 +76,8 @@ class ReplicatedLayer(nn.Module):
             TypeError: on every rank, if a sub-layer communicates, because the gradients of its
                 weights would be summed twice.
         """
-        names, parameters = zip(*self.named_parameters(remove_duplicate=False), strict=True)
+        held = dict(self.named_parameters(remove_duplicate=False))
+        parameters: tuple[Tensor, ...] = tuple(held.values())
         kind = type(self).__name__
 
         def call() -> str:
@@ -93,7 +95,7 @@ class ReplicatedLayer(nn.Module):
                 x,
                 self.comm,
                 f"{kind} of hidden size {self.hidden}",
-                parameters[0],
+                next((w for name, w in held.items() if self._multiplies(name)), x),
                 self.hidden,
                 tokens,
             )
@@ -105,7 +107,11 @@ class ReplicatedLayer(nn.Module):
         self.comm.agree_on(call)
         if self.comm.size > 1:
             parameters = copy_all(parameters, self.comm)
-        return dict(zip(names, parameters, strict=True))
+        return dict(zip(held, parameters, strict=True))
+
+    def _multiplies(self, name: str) -> bool:
+        """Return whether a parameter belongs to no sub-layer that was replaced."""
+        return "." not in name or type(getattr(self, name.split(".", maxsplit=1)[0])) is nn.Linear
 
     def linear(self, name: str, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """Apply the sub-layer `name` to x, with the parameters that `weights` has returned.

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from oracle.changed_parts import CHANGES
 from refusals.calls import Table, Wrong, attention, call, comm_of, scheme
-from refusals.changed import CHANGES
 from refusals.pure import NESTED
 from torch import Tensor, nn
 from torch.autograd import forward_ad

@@ -1,11 +1,12 @@
-"""List changes of a linear layer after which it computes something else than its class does."""
+"""List changes of a linear layer inside another layer, as libraries for fine-tuning make them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 
@@ -23,6 +24,29 @@ class Adapted(nn.Linear):
         return super().forward(x).add(self.high(self.low(x)))
 
 
+class Narrow(nn.Module):
+    """A frozen linear layer of numbers of another dtype, which converts them to that of x (QLoRA).
+
+    The numbers are a buffer, or with `low` a parameter to which a low-rank term is added.
+    """
+
+    def __init__(self, base: nn.Linear, dtype: torch.dtype, low: bool) -> None:
+        super().__init__()
+        size, of = (base.in_features, base.out_features), base.weight.dtype
+        numbers = torch.arange(base.weight.numel()).view_as(base.weight).to(dtype)
+        self.base: nn.Module = nn.Linear(*size, bias=False) if low else nn.Module()
+        self.low = nn.Linear(*size, dtype=of) if low else None
+        if isinstance(self.base, nn.Linear):
+            self.base.weight = nn.Parameter(numbers, requires_grad=False)
+        else:
+            self.base.register_buffer("weight", numbers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the converted numbers, and add the low-rank term."""
+        y = nn.functional.linear(x, cast("Tensor", self.base.weight).to(x.dtype) / 50)
+        return y if self.low is None else y + self.low(x)
+
+
 def patched(part: nn.Linear) -> nn.Linear:
     """Set another forward on a linear layer, as some libraries do."""
     vars(part)["forward"] = lambda x: nn.Linear.forward(part, x).cos()
@@ -37,6 +61,11 @@ def hooked(name: str, hook: Callable[..., Any], part: nn.Linear) -> nn.Linear:
 
 CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "another class": Adapted,
+    **{
+        f"{dtype} {'parameters' if low else 'buffers'}": partial(Narrow, dtype=dtype, low=low)
+        for dtype in (torch.int8, torch.bfloat16)
+        for low in (False, True)
+    },
     "a sequence": lambda part: nn.Sequential(part, nn.Tanh()),
     "a parametrization": nn.utils.parametrizations.weight_norm,
     "another forward": patched,
@@ -49,4 +78,4 @@ CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
         hooked, "register_full_backward_pre_hook", lambda part, dy: (2 * dy[0],)
     ),
 }
-"""Functions that change a linear layer, by what they change."""
+"""Changes of a linear layer inside another layer."""
