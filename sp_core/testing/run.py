@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextvars import copy_context
+from typing import Any, TypeVar, cast
 
 from sp_core import progress
 from sp_core.launch import watch
@@ -35,6 +36,9 @@ class ThreadsHung(BaseException):
 
 def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = None) -> list[T]:
     """Run a body on every rank of a communicator whose ranks are threads.
+
+    The ranks begin with the context variables of this thread, and with its `torch.no_grad` or
+    `torch.inference_mode`.
 
     On Linux all ranks share one core. Python runs one thread at a time, and handing over between
     cores would take a third of the time of small examples.
@@ -74,7 +78,7 @@ def run_ranks(
     Raises:
         ThreadsHung: a rank hung; the stacks of all ranks are on standard error.
     """
-    world, crashes = World(size), list[BaseException]()
+    world, crashes, body = World(size), list[BaseException](), _as_in_this_thread(body)
     results: list[Any] = [None] * size
     outcomes, sink = [FINISHED] * size, getattr(thread, "sink", None)
     torch: Any = sys.modules.get("torch")
@@ -111,6 +115,22 @@ def run_ranks(
     for crash in crashes:
         raise crash
     return results, outcomes
+
+
+def _as_in_this_thread(body: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Return `body` with the context variables and the gradient mode that this thread has now."""
+    context, torch = copy_context(), cast("Any", sys.modules.get("torch"))
+
+    def run(comm: Any) -> T:
+        return context.copy().run(body, comm)
+
+    if not torch:
+        return run
+    if torch.is_inference_mode_enabled():
+        mode = torch.inference_mode()
+    else:  # inference_mode(False) would also let backward passes share a thread
+        mode = torch.set_grad_enabled(torch.is_grad_enabled())
+    return cast("Callable[[Any], T]", mode(run))
 
 
 @contextmanager
