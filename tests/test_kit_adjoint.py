@@ -99,6 +99,21 @@ def test_whole_numbers_are_passed_on_without_a_gradient() -> None:
     assert [output.tolist() for output in outputs[1::2]] == [[2, 0], [1, 1]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_the_gradient_beside_whole_numbers_is_right_to_second_order(dtype: torch.dtype) -> None:
+    """Outputs may be whole numbers, too."""
+
+    def picked(comm: Any, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return x[at] * right(comm, x.abs().sum().reshape(1)) ** 2, at
+
+    inputs: list[Tensor] = []
+    for x, at in zip(shards(3, 3), ([2, 0], [1, 1]), strict=True):
+        inputs += [x.detach().to(dtype).requires_grad_(), torch.tensor(at)]
+    mapped = global_map(picked, 2)
+    assert gradcheck(lambda *given: mapped(*given)[::2], inputs)
+    assert gradgradcheck(lambda *given: mapped(*given)[::2], inputs)
+
+
 def test_a_number_of_shards_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 tensors cannot be the shards of 2 ranks"):
         global_map(right, 2)(*shards(1, 1, 1))

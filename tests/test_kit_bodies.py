@@ -9,7 +9,7 @@ from typing import Any, cast
 from unittest import SkipTest
 
 import pytest
-from hypothesis import strategies as st
+from hypothesis import example, reproduce_failure, seed, settings, strategies as st
 from kit.failing import SEARCH, assert_told, failure_of, leads
 
 from sp_core.testing import given, run_threads, spmd
@@ -115,12 +115,25 @@ def generator(comm: Any) -> Any:
         (given, generator, "generator is `async` or has a `yield`"),
         (lambda: given(n=cast("Any", 3)), failure_of, "got n=3. Pass a strategy"),
         (lambda: given(cast("Any", "2")), failure_of, "got nprocs='2'. Pass a strategy"),
-        (lambda: given(n=st.data()), failure_of, "all ranks see the same example"),
+        *(
+            (lambda late=late: given(n=late), failure_of, "all ranks see the same example")
+            for late in (st.data(), st.randoms(), st.randoms(use_true_random=True))
+        ),
     ],
 )
 def test_a_test_that_cannot_run_on_ranks_is_refused(decorate: Any, body: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         decorate()(body)
+
+
+def test_a_strategy_may_be_defined_after_the_test() -> None:
+    seen = set[int]()
+    test = given(nprocs=1, n=st.deferred(lambda: later), max_examples=3)(
+        lambda comm, n: seen.add(n)
+    )
+    later = st.just(7)
+    test()
+    assert seen <= {7}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +144,16 @@ def test_drawn_ranks_that_are_none_are_refused(nprocs: Any) -> None:
     expected = (ValueError, RankFailure, pytest.skip.Exception)
     with pytest.raises(expected, match=r"neither a number of ranks|fits a launch"):
         given(nprocs)(lambda comm: None)()
+
+
+@pytest.mark.parametrize(
+    "decorator", [example(nprocs=1), settings(max_examples=3), seed(1), reproduce_failure("", b"")]
+)
+def test_decorators_of_hypothesis_are_refused_where_nothing_is_drawn(decorator: Any) -> None:
+    ran = []
+    with pytest.raises((TypeError, RankFailure), match="@spmd draws nothing"):
+        decorator(spmd(1)(lambda comm: ran.append(comm)))()
+    assert not ran
 
 
 def test_an_argument_that_is_missing_is_named_before_a_body_runs() -> None:

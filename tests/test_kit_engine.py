@@ -182,7 +182,9 @@ def test_settings_are_the_same_where_hypothesis_finds_a_ci_server() -> None:
 
 
 @pytest.mark.mpi  # between ranks that are threads nothing is sent
-@pytest.mark.parametrize("values", [st.just(lambda: 0), st.randoms()], ids=["pickle", "unpickle"])
+@pytest.mark.parametrize(
+    "values", [st.just(lambda: 0), st.randoms().map(lambda x: [x])], ids=["pickle", "unpickle"]
+)
 def test_values_that_cannot_be_sent_fail_their_own_test_only(values: Any) -> None:
     @given(nprocs=st.just(1), f=values, max_examples=1)
     def body(comm: Any, f: Any) -> None:

@@ -170,13 +170,15 @@ def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-INT = torch.int32
+INT, GAPS = torch.int32, some(2, 4).T
 UNFIT: list[tuple[str, tuple[Any, ...], str]] = [
     ("all_gather_into_tensor", (some(3), some(2)), "output has 3 x float32 on cpu, the input 2 x"),
     ("all_gather_into_tensor", (some(4, dtype=INT), some(2)), "4 x int32 on cpu, the input 2 x f"),
     ("reduce_scatter_tensor", (some(2), some(3)), "output has 2 x float32 on cpu, the input 3 x"),
     ("reduce_scatter_tensor", (some(2, dtype=INT), some(4)), "2 x int32 on cpu, the input 4 x fl"),
-    ("all_reduce", (some(4, 3).T,), r"of shape \(3, 4\) and strides \(1, 3\) is not contiguous"),
+    ("all_to_all_single", (some(2, dtype=INT), some(2)), "2 x int32 on cpu, the input 2 x float32"),
+    ("all_to_all_single", (some(2), some()), "a tensor without dims has no rows"),
+    ("all_to_all_single", (some(), some(2)), "a tensor without dims has no rows"),
     ("all_to_all_single", (some(4), some(3)), "3 rows cannot be split evenly over 2 ranks"),
     (
         "all_to_all_single",
@@ -185,6 +187,21 @@ UNFIT: list[tuple[str, tuple[Any, ...], str]] = [
     ),
     ("all_to_all_single", (some(4), some(4), None, [1, 2]), r"\[1, 2\] are not .* up to 4 rows"),
     ("all_to_all_single", (some(4), some(4), [3, 2]), r"\[3, 2\] are not .* up to 4 rows"),
+    *(
+        (name, tensors, r"of shape \(4, 2\) and strides \(1, 4\) is not contiguous")
+        for name, tensors in [
+            ("all_reduce", (GAPS,)),
+            ("broadcast", (GAPS, 0)),
+            ("send", (GAPS, 1)),
+            ("recv", (GAPS, 1)),
+            ("all_gather_into_tensor", (GAPS, some(2, 2))),
+            ("all_gather_into_tensor", (some(8, 2), GAPS)),
+            ("reduce_scatter_tensor", (GAPS, some(8, 2))),
+            ("reduce_scatter_tensor", (some(2, 2), GAPS)),
+            ("all_to_all_single", (GAPS, some(4, 2))),
+            ("all_to_all_single", (some(4, 2), GAPS)),
+        ]
+    ),
 ]
 
 

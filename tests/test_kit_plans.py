@@ -124,7 +124,9 @@ def test_no_more_ranks_are_drawn_than_the_launch_has(
 def test_sizes_that_the_launch_has_are_run(own_session: Session, sizes: Any, ran: Any) -> None:
     own_session.ranks, attempt = 3, Mock()
     skipped = pytest.skip.Exception, "needs 5 ranks, the launch has 3"
-    assert left(lambda: sweep(attempt, sizes)) == ((None, "") if ran else skipped)
+    assert left(lambda: sweep(Spec(plain, {}, plain, {}), attempt, sizes)) == (
+        (None, "") if ran else skipped
+    )
     due = [call(Example(ranks_of(size), {}), "failed with {}") for size in ran or ()]
     assert attempt.call_args_list == due
 
@@ -234,7 +236,7 @@ def test_the_command_to_run_a_test_again_has_what_this_run_has(
     profile, examples, ranks, device, shared, seed = wanted
     monkeypatch.setenv("SP_PROFILE", "soak" * profile)
     monkeypatch.setenv("SP_EXAMPLES", "7" * examples)
-    own_session.ranks, own_session.seed = 3 * ranks, 0 if seed else None
+    own_session.ranks, own_session.seed = 3 * ranks, (0, "a b")[examples] if seed else None
     own_session.device, own_session.share_gpu = "cuda" if device else "cpu", shared
     words = [
         "SP_PROFILE=soak" * profile,
@@ -244,7 +246,7 @@ def test_the_command_to_run_a_test_again_has_what_this_run_has(
         "--with-mpi" * ranks,
         "--sp-device cuda" * device,
         "--sp-share-gpu" * shared,
-        "--hypothesis-seed=0" * seed,
+        ("--hypothesis-seed=0", "'--hypothesis-seed=a b'")[examples] * seed,
         '"test_a.py::test_b"',
     ]
     command = " ".join(filter(None, words))

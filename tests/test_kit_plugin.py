@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,9 @@ RANDOM = 2**32 - 1
         ("", {}, None),
         ("", {"hypothesis_seed": "7"}, 7),
         ("", {"hypothesis_seed": 7}, 7),
-        ("", {"hypothesis_seed": "random"}, None),
+        ("", {"hypothesis_seed": "-7"}, -7),
+        ("", {"hypothesis_seed": "random"}, "random"),
+        ("soak", {"hypothesis_seed": ""}, ""),
         ("quick", {}, None),
         ("explore", {}, RANDOM),
         ("explore", {"hypothesis_seed": "7"}, 7),
@@ -60,19 +63,26 @@ RANDOM = 2**32 - 1
 def test_a_seed_is_chosen_where_examples_differ_in_every_run(
     profile: str,
     options: dict[str, Any],
-    seed: int | None,
+    seed: int | str | None,
     current: Session,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A worker of pytest-xdist has the seed of the main process."""
     monkeypatch.setenv("SP_PROFILE", profile)
     monkeypatch.setattr(random, "SystemRandom", lambda: Mock(randrange=lambda most: most - 1))
     loaded, more = settings.get_current_profile_name(), {"sp_device": "a", "sp_share_gpu": "b"}
     try:
         plugin.pytest_configure(config(**more, **options))
+        plugin.pytest_configure_node(node := SimpleNamespace(workerinput={}))
         named = profile or ("pr" if "hypothesis_profile" in options else loaded)
         assert settings.get_current_profile_name() == named
         expected: dict[str, Any] = {"device": "a", "share_gpu": "b", "raw_replay": True}
         assert session.current == Session(**expected, seed=seed)
+        worker = config(**options)
+        worker.workerinput = node.workerinput
+        monkeypatch.setattr(random, "SystemRandom", lambda: Mock(randrange=lambda most: 1))
+        plugin.pytest_configure(worker)
+        assert session.current.seed == seed
         plugin.pytest_configure(config(sp_no_raw_replay=True))
         assert not session.current.raw_replay
     finally:
@@ -230,19 +240,19 @@ def test_errors_over_their_bounds_are_told_and_fail_a_session(
     assert terminal.mock_calls[2:] == told
 
 
-@pytest.mark.parametrize("seed", [None, 0, 7])
+@pytest.mark.parametrize("seed", [None, 0, 7, "", "a b"])
 @pytest.mark.parametrize(
     ("tally", "notes"), [(Tally(), {}), (Tally(tests=1), {}), (Tally(), {"b": None, "a": None})]
 )
 def test_the_summary_is_told_where_the_kit_was_used(
-    tally: Tally, notes: dict[str, None], seed: int | None, current: Session
+    tally: Tally, notes: dict[str, None], seed: int | str | None, current: Session
 ) -> None:
     current.tally, current.notes, current.seed = tally, notes, seed
     terminal: Any = Mock()
     plugin.pytest_terminal_summary(terminal, config())
     lines = [current.summary(), *notes]
     if seed is not None:
-        lines.insert(1, f"seed: {seed} (again with --hypothesis-seed={seed})")
+        lines.insert(1, f"seed: {seed} (again with {shlex.quote(f'--hypothesis-seed={seed}')})")
     expected = [call.section("sp_core.testing"), *(call.write_line(line) for line in lines)]
     assert terminal.mock_calls == (expected if tally.tests or notes else [])
 

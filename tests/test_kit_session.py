@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
@@ -90,6 +91,18 @@ def test_remarks_reach_the_innermost_example_else_hypothesis(
     assert [each for each in told.mock_calls if each != asked] == (calls if in_test else [])
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, "7 steps"])
+def test_a_target_that_hypothesis_would_refuse_is_an_error_where_it_is_set(wrong: Any) -> None:
+    """Numbers of all types are taken."""
+    with session.collected() as sink:
+        with pytest.raises(ValueError, match=f"{wrong}"):
+            session.target(wrong)
+        numbers: list[Any] = [3, np.float32(0.5), torch.tensor(7)]
+        for number in numbers:
+            session.target(number, label=str(number))
+    assert [type(each) for each in sink.values()] == [float] * 3
+
+
 def test_remarks_go_nowhere_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "hypothesis")
     session.replay(REMARKS)
@@ -167,7 +180,14 @@ EXAMPLES["explore"] = int(os.environ.get("SP_EXAMPLES", "5000"))
 
 
 @pytest.mark.parametrize(
-    "own", [None, {}, {"max_examples": 40, "deadline": 5}, {"database": InMemoryExampleDatabase()}]
+    "own",
+    [
+        None,
+        {},
+        {"max_examples": 40, "deadline": 5},
+        {"database": InMemoryExampleDatabase()},
+        {"max_examples": 100},
+    ],
 )
 @pytest.mark.parametrize("most", [None, 4, 40])
 @pytest.mark.parametrize("seeded", [False, True])
@@ -189,7 +209,9 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     finally:
         settings.load_profile(loaded)
     usual = EXAMPLES.get(profile, 60)
-    named = (own or {}).get("max_examples", 7 if profile == "mine" else usual)
+    # if no other profile is loaded, a value that is Hypothesis' own default counts as not given
+    asked = {} if profile == "default" and 100 in (own or {}).values() else own or {}
+    named = asked.get("max_examples", 7 if profile == "mine" else usual)
     differs = profile in ("soak", "explore")
     grown = max((most or 0) * usual // 60, 3 if profile in ("brief", "soak") else most or 0)
     assert found.max_examples == (named if most is None else grown)

@@ -7,8 +7,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from decimal import getcontext, localcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,33 @@ pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 def test_each_rank_goes_backward_in_its_own_thread() -> None:
     assert run_threads(2, lambda _: torch._C._is_multithreading_enabled()) == [False, False]
     assert torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.parametrize(
+    ("state", "of_thread"),
+    [
+        (lambda: localcontext(prec=3), lambda: getcontext().prec),
+        pytest.param(
+            lambda: np.errstate(divide="raise"),
+            lambda: np.geterr()["divide"],
+            marks=pytest.mark.skipif(
+                np.__version__ < "2", reason="NumPy 1 has no context variable"
+            ),
+        ),
+        (torch.no_grad, torch.is_grad_enabled),
+        (torch.inference_mode, torch.is_inference_mode_enabled),
+        (torch.inference_mode, torch.is_grad_enabled),
+    ],
+)
+def test_ranks_begin_with_the_state_of_the_thread_that_runs_them(
+    state: Callable[[], Any], of_thread: Callable[[], object]
+) -> None:
+    usual = of_thread()
+    with state():
+        changed = of_thread()
+        assert run_threads(2, lambda _: of_thread()) == [changed] * 2 != [usual] * 2
+        assert of_thread() == changed
+    assert run_threads(2, lambda _: of_thread()) == [usual] * 2
 
 
 def test_an_error_on_one_rank_is_an_error_of_the_run_with_its_traceback() -> None:
@@ -74,6 +103,15 @@ def test_each_rank_computes_with_one_thread_of_torch() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("name", ["Iprobe", "wait", "Cancel"])
+def test_a_call_that_threads_lack_says_where_it_is(name: str) -> None:
+    def call(comm: Any) -> None:
+        getattr(comm if name == "Iprobe" else comm.Ibarrier(), name)()
+
+    with pytest.raises(RankFailure, match=f"has no {name!r}. .* Run this test under mpiexec"):
+        run_threads(1, call)
 
 
 def test_a_rank_that_has_ended_is_not_told_of_a_deadlock() -> None:

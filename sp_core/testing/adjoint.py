@@ -6,7 +6,6 @@ derivatives of any order with finite differences.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -61,7 +60,7 @@ class _GlobalMap(torch.autograd.Function):
 
         def body(comm: Any) -> tuple[Tensor, ...]:
             mine = (
-                x.detach().requires_grad_(x.is_floating_point())
+                x.detach().requires_grad_(_has_gradient(x))
                 for x in _of_rank(shards, comm.rank, size)
             )
             with torch.enable_grad():
@@ -77,8 +76,17 @@ class _GlobalMap(torch.autograd.Function):
         local = len(shards) // size
 
         def pullback(comm: Any, *tensors: Tensor) -> Any:
-            f, inputs, grads = functools.partial(ctx.f, comm), tensors[:local], tensors[local:]
-            return vjp(f, inputs, grads, create_graph=True)[1]
+            inputs, grads = [*tensors[:local]], tensors[local:]
+            places = [place for place, x in enumerate(inputs) if _has_gradient(x)]
+
+            def f(*changed: Tensor) -> Tensor | tuple[Tensor, ...]:
+                for place, x in zip(places, changed, strict=True):
+                    inputs[place] = x
+                return cast("Tensor | tuple[Tensor, ...]", ctx.f(comm, *inputs))
+
+            found = vjp(f, tuple(inputs[i] for i in places), grads, create_graph=True)[1]
+            of_place = dict(zip(places, found, strict=True))
+            return tuple(of_place.get(i, torch.zeros_like(x)) for i, x in enumerate(inputs))
 
         both = [
             t
@@ -86,6 +94,10 @@ class _GlobalMap(torch.autograd.Function):
             for t in (*_of_rank(shards, rank, size), *_of_rank(grads, rank, size))
         ]
         return (None, None, *global_map(pullback, size)(*both))
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _of_rank(values: Sequence[Any], rank: int, size: int) -> Sequence[Any]:

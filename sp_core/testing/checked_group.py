@@ -118,6 +118,7 @@ class CheckedGroup:
 
         The ranks first check that each part has the size that its receiver expects.
         """
+        _require(True, "all_to_all_single", output, input)
         went, sent = self._split(input, input_split_sizes)
         came, received = self._split(output, output_split_sizes)
         self._agree(
@@ -197,6 +198,8 @@ class CheckedGroup:
 
         `sizes`: number of rows for each rank; None splits the rows evenly.
         """
+        if not tensor.ndim:
+            raise ValueError("all_to_all_single: a tensor without dims has no rows. Reshape it.")
         rows = len(tensor)
         if sizes is None and rows % self.size:
             raise ValueError(
@@ -224,9 +227,12 @@ def _size(tensor: Tensor) -> str:
 
 
 def _require(condition: bool, op: str, output: Tensor, given: Tensor) -> None:
-    """Raise ValueError unless `condition` (the sizes fit) holds and the dtypes are equal."""
+    """Raise ValueError unless `condition` (the sizes fit) holds and the dtypes are equal.
+
+    Raise it also if a tensor is not contiguous.
+    """
+    came, went = _size(output), _size(given)
     if not condition or output.dtype != given.dtype:
         raise ValueError(
-            f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not "
-            "fit the group."
+            f"{op}: the output has {came}, the input {went}; these sizes do not fit the group."
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import shlex
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,7 +94,8 @@ def given(
             the test is skipped.
         max_examples: number of examples; default: the profile's (see `profiles`), which may be one
             that the project itself has registered and loaded. A profile of the kit with more than
-            60 examples scales this up in proportion; `brief` and `soak` scale it down.
+            60 examples scales this up in proportion; `brief` and `soak` scale it down. Pass 100
+            here: `@settings(max_examples=100)`, Hypothesis' default, counts as not given.
         max_ranks: greatest number of ranks that the default `nprocs` draws.
         strategies: each draws the argument of its name. Draw specifications (sizes, a seed), not
             data: the values are pickled and printed. Each rank gets copies.
@@ -106,8 +108,8 @@ def given(
         example.
 
     Raises:
-        TypeError: an argument is no strategy or is `st.data()`, or the body is `async`, has a
-            `yield`, or lacks a parameter.
+        TypeError: an argument is no strategy, `st.data()` or `st.randoms()`, or the body is
+            `async`, has a `yield`, or lacks a parameter.
         RankFailure: when the test is called, for the smallest example that fails. Each origin of
             an error (class, file, line) has a subclass, by which Hypothesis tells bugs apart.
     """
@@ -141,14 +143,14 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
 
     Raises:
         TypeError: a size is neither a number nor a tuple, or the body is `async`, has a `yield`, or
-            lacks a parameter.
+            lacks a parameter; when the test is called: it has a decorator of Hypothesis.
         RankFailure: when the test is called, for the first size that fails.
     """
     if not all(isinstance(size, int | tuple) for size in sizes):
         raise TypeError(f"@spmd got {sizes}. Pass numbers or tuples of ranks, or write @spmd().")
 
-    def plan(_: Spec, attempt: Try) -> None:
-        sweep(attempt, sizes or range(1, 1 + (session.current.world_size or SPMD_SIZES)))
+    def plan(spec: Spec, attempt: Try) -> None:
+        sweep(spec, attempt, sizes or range(1, 1 + (session.current.world_size or SPMD_SIZES)))
 
     return lambda body: _as_test(body, (), plan)
 
@@ -275,7 +277,7 @@ def _rerun(spec: Spec) -> str:
         "--with-mpi": current.world_size,
         f"--sp-device {current.device}": current.device != "cpu",
         "--sp-share-gpu": current.share_gpu,
-        f"--hypothesis-seed={current.seed}": current.seed is not None,
+        shlex.quote(f"--hypothesis-seed={current.seed}"): current.seed is not None,
     }
     chosen = "".join(f"{option} " for option, wanted in options.items() if wanted)
     head = f"run it again: {prefix}{launch if current.world_size else ''}python -m pytest "

@@ -36,6 +36,13 @@ _COPIED = (
     "_hypothesis_internal_add_digest",
     "hypothesis_explicit_examples",
 )
+_OF_DRAWS = {
+    "hypothesis_explicit_examples": "example",
+    "_hypothesis_internal_settings_applied": "settings",
+    "_hypothesis_internal_use_reproduce_failure": "reproduce_failure",
+    _SEED: "seed",
+}
+"""Decorators of Hypothesis by the attributes that they leave on a test."""
 MAX_THREADS = 128
 """The most ranks of an example in which ranks are threads."""
 Nprocs = int | tuple[int, ...]
@@ -167,15 +174,16 @@ def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Si
 
 def require_strategies(strategies: Mapping[str, Any]) -> None:
     """Raise TypeError unless each value is a strategy that draws before the body begins."""
+    randoms = getattr(st.randoms(), "function", None)  # Hypothesis calls it at the first draw
     for name, strategy in strategies.items():
         if not isinstance(strategy, st.SearchStrategy):
             raise TypeError(
                 f"@given got {name}={strategy!r}. Pass a strategy of Hypothesis; nprocs may also "
                 "be a number or a tuple of ranks."
             )
-        if isinstance(strategy, type(st.data())):
+        if isinstance(strategy, type(st.data())) or getattr(strategy, "function", "") is randoms:
             raise TypeError(
-                f"@given got {name}=st.data(), by which each rank would draw alone. Draw only "
+                f"@given got {name}=st.{strategy}, by which each rank would draw alone. Draw only "
                 "through the arguments of @given, so that all ranks see the same example."
             )
 
@@ -290,15 +298,24 @@ def _decorated(
     return test
 
 
-def sweep(attempt: Try, sizes: Sequence[Nprocs]) -> None:
+def sweep(spec: Spec, attempt: Try, sizes: Sequence[Nprocs]) -> None:
     """Try one example for each size that the launch has.
 
     The test is skipped if the launch has none of them.
 
     Args:
+        spec: the test.
         attempt: runs an example.
         sizes: numbers of ranks, or tuples of world ranks.
+
+    Raises:
+        TypeError: the test has a decorator that changes what Hypothesis draws.
     """
+    if names := [name for mark, name in _OF_DRAWS.items() if mark in spec.marks]:
+        raise TypeError(
+            f"{spec.function.__qualname__} has @{names[0]}, but @spmd draws nothing. Remove "
+            f"@{names[0]}, or use @given."
+        )
     fitting = [Example(ranks_of(size), {}) for size in sizes if fits(size)]
     if not fitting:
         least = min(max(ranks_of(size)) for size in sizes) + 1

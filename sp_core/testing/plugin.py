@@ -10,7 +10,9 @@ import functools
 import os
 import pickle
 import random
+import shlex
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -70,7 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raw_replay=not config.getoption("--sp-no-raw-replay"),
     )
     named, seed = (config.getoption(f"--hypothesis-{x}", None) for x in ("profile", "seed"))
-    session.seed = int(seed) if str(seed).isdigit() else None
+    with suppress(ValueError, TypeError):
+        seed = int(seed)  # as Hypothesis takes it, to which every other text is a seed, too
+    session.seed = getattr(config, "workerinput", {}).get("sp_core_seed", seed)
     if named or os.environ.get("SP_PROFILE"):
         from sp_core.testing import profiles
 
@@ -162,6 +166,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand the seed to a worker of pytest-xdist, so that all workers draw from the same one."""
+    node.workerinput["sp_core_seed"] = kit.current.seed
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Add the counts of a worker of pytest-xdist that has ended."""
     if told := getattr(node, "workeroutput", {}).get("sp_core"):
@@ -191,7 +201,8 @@ def pytest_terminal_summary(
     if not current.tally.tests and not current.tally.ratios and not current.notes:
         return
     terminalreporter.section("sp_core.testing")
-    seed = f"seed: {current.seed} (again with --hypothesis-seed={current.seed})"
+    again = shlex.quote(f"--hypothesis-seed={current.seed}")
+    seed = f"seed: {current.seed} (again with {again})"
     for line in (current.summary(), *([] if current.seed is None else [seed]), *current.notes):
         terminalreporter.write_line(line)
     for text, late in _worst(config):

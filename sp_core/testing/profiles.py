@@ -8,7 +8,9 @@ Hypothesis itself also draws constants that it finds in the loaded modules of th
 module is imported it does not, or examples would change with every edit of the project.
 
 If a profile that a project has registered itself is loaded instead, the values in which it differs
-from Hypothesis' profile `default` replace those of `pr`; its deadline does not.
+from Hypothesis' profile `default` replace those of `pr`; its deadline does not. Hypothesis does not
+tell which values of a profile or of `@settings` were given. So without SP_PROFILE a value that is
+Hypothesis' own default counts as not given, such as `@settings(max_examples=100)`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextvars import copy_context
+from typing import Any, TypeVar, cast
 
 from sp_core import progress
 from sp_core.launch import watch
@@ -39,6 +40,9 @@ def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = 
 
     If all ranks call pytest's `skip` or `xfail`, or one its `exit`, so does this function. If
     Hypothesis' `assume` fails on a rank and no rank fails, this function rejects the example.
+
+    The ranks begin with the context variables of this thread, and with its `torch.no_grad` or
+    `torch.inference_mode`.
 
     On Linux all ranks share one core. Python runs one thread at a time, and handing over between
     cores would take a third of the time of small examples.
@@ -100,7 +104,7 @@ def run_ranks(
     Raises:
         ThreadsHung: a rank hung; the stacks of all ranks are on standard error.
     """
-    world, crashes = World(size), list[BaseException]()
+    world, crashes, body = World(size), list[BaseException](), _as_in_this_thread(body)
     results: list[Any] = [None] * size
     outcomes, sink = [FINISHED] * size, getattr(thread, "sink", None)
     torch: Any = sys.modules.get("torch")
@@ -137,6 +141,22 @@ def run_ranks(
     for crash in crashes:
         raise crash
     return results, outcomes
+
+
+def _as_in_this_thread(body: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Return `body` with the context variables and the gradient mode that this thread has now."""
+    context, torch = copy_context(), cast("Any", sys.modules.get("torch"))
+
+    def run(comm: Any) -> T:
+        return context.copy().run(body, comm)
+
+    if not torch:
+        return run
+    if torch.is_inference_mode_enabled():
+        mode = torch.inference_mode()
+    else:  # inference_mode(False) would also let backward passes share a thread
+        mode = torch.set_grad_enabled(torch.is_grad_enabled())
+    return cast("Callable[[Any], T]", mode(run))
 
 
 @contextmanager

@@ -118,7 +118,7 @@ class Session:
     share_gpu: bool = False
     gpu_is_shared: bool = False
     raw_replay: bool = True
-    seed: int | None = None
+    seed: int | str | None = None
     node_id: str = ""
     tally: Tally = field(default_factory=Tally)
     notes: dict[str, None] = field(default_factory=dict)
@@ -197,8 +197,13 @@ def target(observation: float, *, label: str = "") -> None:
     Args:
         observation: finite number.
         label: tells several targets of one test apart.
+
+    Raises:
+        ValueError: `observation` is infinite, NaN or no number.
     """
-    _say({("target", label): observation})
+    if not math.isfinite(number := float(observation)):
+        raise ValueError(f"a target must be finite, but {number} was given.")
+    _say({("target", label): number})
 
 
 def note(value: object) -> None:

@@ -36,6 +36,15 @@ from sp_core.testing.specs import Array, Part, read, require
 from sp_core.testing.stuck import Family
 
 
+def _missing(owner: object, name: str) -> AttributeError:
+    """Return the error for a name that a communicator or a request of threads lacks."""
+    return AttributeError(
+        f"{type(owner).__name__} has no {name!r}. Ranks that are threads have collectives of "
+        "buffers and messages with a named source; docs/tutorials/testing.md lists them. Run "
+        "this test under mpiexec, where every call of mpi4py is there."
+    )
+
+
 class ThreadRequest:
     """The request of a transfer between threads, which completes only in `Test` or `Wait`.
 
@@ -44,6 +53,9 @@ class ThreadRequest:
         what: describes the wait, for error messages.
         advance: completes the transfer if possible, and returns whether it is complete.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        raise _missing(self, name)
 
     def __init__(self, comm: ThreadComm, what: str, advance: Callable[[], bool]) -> None:
         self._comm, self.what, self._advance = comm, what, advance
@@ -113,11 +125,7 @@ class ThreadComm(LockstepComm):
     _pickle = pickle
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{type(self).__name__} has no {name!r}. Ranks that are threads have collectives of "
-            "buffers and messages with a named source; docs/tutorials/testing.md lists them. Run "
-            "this test under mpiexec, where every call of mpi4py is there."
-        )
+        raise _missing(self, name)
 
     def __init__(self, carrier: ThreadCarrier, family: Family) -> None:
         self._carrier, self._world = carrier, carrier.world
