@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any, cast
 from unittest import SkipTest
 
+import hypothesis
 import pytest
-from hypothesis import example, reproduce_failure, seed, settings, strategies as st
+from hypothesis import assume, example, reproduce_failure, seed, settings, strategies as st
 from kit.failing import SEARCH, assert_told, failure_of, leads
 
 from sp_core.testing import given, run_threads, spmd
@@ -200,3 +201,16 @@ def test_subtests_are_refused(subtests: Any) -> None:
             comm.barrier()
 
     assert_told(failure_of(body), "cannot use `subtests` under mpiexec")
+
+
+def test_an_assumption_that_fails_on_a_rank_rejects_the_example() -> None:
+    kept: list[int] = []
+
+    @settings(database=None)
+    @hypothesis.given(st.integers(0, 9))
+    def test(n: int) -> None:
+        run_threads(2, lambda comm: assume(comm.rank == 0 or n > 4))
+        kept.append(n)
+
+    test()
+    assert {*kept} == {5, 6, 7, 8, 9}

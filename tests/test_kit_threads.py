@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, settings, strategies as st
 from kit.failing import failure_of
 from mpi4py import MPI
 
@@ -386,19 +384,6 @@ def test_a_peer_that_is_no_rank_is_refused(op: str, peer: int | None) -> None:
 def test_a_tag_that_no_message_has_is_refused(op: str, tag: int, peer: int) -> None:
     with pytest.raises(RankFailure, match=f"{op} on rank 0 of 1: no message has the tag {tag}"):
         run_threads(1, lambda comm: getattr(comm, op)(np.zeros(1), peer, tag))
-
-
-def test_an_assumption_that_fails_on_a_rank_rejects_the_example() -> None:
-    kept: list[int] = []
-
-    @settings(database=None)
-    @hypothesis.given(st.integers(0, 9))
-    def test(n: int) -> None:
-        run_threads(2, lambda comm: assume(comm.rank == 0 or n > 4))
-        kept.append(n)
-
-    test()
-    assert {*kept} == {5, 6, 7, 8, 9}
 
 
 def test_a_rank_counts_from_0_with_each_counter_and_may_be_alone() -> None:
