@@ -127,14 +127,16 @@ def test_a_test_that_cannot_run_on_ranks_is_refused(decorate: Any, body: Any, sa
         decorate()(body)
 
 
-def test_a_strategy_may_be_defined_after_the_test() -> None:
-    seen = set[int]()
-    test = given(nprocs=1, n=st.deferred(lambda: later), max_examples=3)(
-        lambda comm, n: seen.add(n)
-    )
-    later = st.just(7)
-    test()
-    assert seen <= {7}
+@pytest.mark.parametrize(
+    "early", [st.deferred(lambda: LATER), st.randoms().map(lambda chance: chance.randrange(9))]
+)
+def test_a_strategy_may_draw_in_any_way_before_the_body_begins(early: Any) -> None:
+    seen = []
+    given(nprocs=1, n=early, max_examples=3)(lambda comm, n: seen.append(n))()
+    assert {*map(type, seen)} <= {int}
+
+
+LATER: st.SearchStrategy[int] = st.just(7)
 
 
 @pytest.mark.parametrize(

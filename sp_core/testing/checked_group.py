@@ -198,6 +198,7 @@ class CheckedGroup:
 
         `sizes`: number of rows for each rank; None splits the rows evenly.
         """
+        _size(tensor)  # raises if it is not contiguous
         if not tensor.ndim:
             raise ValueError("all_to_all_single: a tensor without dims has no rows. Reshape it.")
         rows = len(tensor)
@@ -227,12 +228,9 @@ def _size(tensor: Tensor) -> str:
 
 
 def _require(condition: bool, op: str, output: Tensor, given: Tensor) -> None:
-    """Raise ValueError unless `condition` (the sizes fit) holds and the dtypes are equal.
-
-    Raise it also if a tensor is not contiguous.
-    """
-    came, went = _size(output), _size(given)
+    """Raise ValueError unless `condition` (the sizes fit) holds and the dtypes are equal."""
     if not condition or output.dtype != given.dtype:
         raise ValueError(
-            f"{op}: the output has {came}, the input {went}; these sizes do not fit the group."
+            f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not "
+            "fit the group."
         )

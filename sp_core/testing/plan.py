@@ -174,14 +174,18 @@ def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Si
 
 def require_strategies(strategies: Mapping[str, Any]) -> None:
     """Raise TypeError unless each value is a strategy that draws before the body begins."""
-    randoms = getattr(st.randoms(), "function", None)  # Hypothesis calls it at the first draw
+    randoms: Any = st.randoms()  # lazy: Hypothesis makes it, and what maps it, at the first draw
+    late = type(st.data()), type(randoms.wrapped_strategy)
     for name, strategy in strategies.items():
         if not isinstance(strategy, st.SearchStrategy):
             raise TypeError(
                 f"@given got {name}={strategy!r}. Pass a strategy of Hypothesis; nprocs may also "
                 "be a number or a tuple of ranks."
             )
-        if isinstance(strategy, type(st.data())) or getattr(strategy, "function", "") is randoms:
+        made: Any = strategy
+        if getattr(strategy, "function", None) is randoms.function:
+            made = made.wrapped_strategy
+        if isinstance(made, late):
             raise TypeError(
                 f"@given got {name}=st.{strategy}, by which each rank would draw alone. Draw only "
                 "through the arguments of @given, so that all ranks see the same example."
