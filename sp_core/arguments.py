@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ def _is_whole(value: Any) -> bool:
 
 def _is_real(value: Any) -> bool:
     """Return whether `value` is a real number; not a finite one that a float cannot hold."""
-    is_real = isinstance(value, Real) and not isinstance(value, bool)
-    return is_real and not sys.float_info.max < abs(value) < math.inf
+    with suppress(OverflowError):
+        return isinstance(value, Real) and not isinstance(value, bool) and float(value) is not None
+    return False
 
 
 def _is_number(value: Any) -> bool:
@@ -140,7 +141,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
     "comm": (
         lambda value: (  # false: null, or freed
-            hasattr(value, "Split") and bool(value) and not getattr(value, "is_inter", False)
+            hasattr(value, "Split") and bool(value) and getattr(value, "is_inter", None) is not True
         ),
         "on the mesh's own ranks only an intracommunicator of mpi4py that is neither null nor "
         "freed, such as MPI.COMM_WORLD, or, after init_process_group(), a ProcessGroup, a "

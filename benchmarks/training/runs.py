@@ -142,7 +142,7 @@ class Setting(msgspec.Struct, frozen=True):
 FAULTS = {
     "gradients of norms are not reduced": (
         *(of_weights, "reduce_gradients", "    gradients = [_own_gradient"),
-        "    wanted = [pair for pair in wanted if pair[0].dim() > 1]\n"
+        "    wanted = {n: pair for n, pair in wanted.items() if pair[0].dim() > 1}\n"
         "    gradients = [_own_gradient",
     ),
     "a mean of the ranks' means": (

@@ -34,8 +34,9 @@ from sp_core.integrations.sequences import byte_sums, check_values, digest, posi
 from sp_core.llama.grid import Grid
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
-from sp_core.nn.gradients import learning, reduce_gradients
+from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_loss
+from sp_core.nn.replicated import learning
 from sp_core.sharding import Sharding
 
 NAME = "sp_core"

@@ -45,9 +45,10 @@ from sp_core.llama.record import (
     settings_of,
 )
 from sp_core.mask import Mask
-from sp_core.nn.gradients import clip_gradient_norm, learning, reduce_gradients
+from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import next_token_labels
 from sp_core.nn.memory import Saving
+from sp_core.nn.replicated import learning
 from sp_core.segments import split_ranges
 from sp_core.sharding import Sharding
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -355,12 +354,6 @@ def _listed(parameters: Placed) -> str:
         f"number {number} {placement.shape} {x.dtype}{' partial' * placement.partial}"
         for number, (x, placement) in parameters.items()
     )
-
-
-def learning(module: nn.Module) -> str:
-    """Return a text that is equal on ranks on which the same weights have requires_grad."""
-    flags = [weight.requires_grad for weight in module.parameters()]
-    return f"{sum(flags)} of {len(flags)} weights learn #{crc32(bytes(flags)):08x}"
 
 
 def _sum_in_place(tensors: Sequence[Tensor], comm: Communicator) -> None:

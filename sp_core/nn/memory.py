@@ -55,26 +55,38 @@ KEEP_ALL = Saving()
 def recomputed(
     function: Callable[..., Tensor],
     *given: Any,
-    reads: Iterable[Tensor] = (),
+    reads: Collection[Tensor] = (),
     random: bool = False,
 ) -> Tensor:
     """Return `function(*given)`, and keep only the arguments: backward calls the function again.
 
     `reads` are tensors that `function` uses without being given them. If an argument or one of
-    these is changed in place before backward, torch raises an error.
+    these is changed in place before backward, backward raises RuntimeError. (As arguments they
+    would keep activations of all chunks alive in a block that is itself recomputed.)
 
     Unlike in torch's checkpoint, the second call runs to the end of `function`, so that every rank
     completes all messages.
     Only with `random` may `function` draw from the default generators of torch: the second call
     then draws the same numbers.
     """
+    before = _versions(reads)
 
     def call(*kept: Any) -> Tensor:
-        return function(*kept[: len(given)])
+        if _versions(reads) != before:
+            raise RuntimeError(
+                "a weight was modified by an inplace operation between a forward in chunks and its "
+                "backward, which computes the chunks again. Step the optimizer after backward."
+            )
+        return function(*kept)
 
     with set_checkpoint_early_stop(False):
-        made = checkpoint(call, *given, *reads, use_reentrant=False, preserve_rng_state=random)
+        made = checkpoint(call, *given, use_reentrant=False, preserve_rng_state=random)
         return cast("Tensor", made)
+
+
+def _versions(tensors: Collection[Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place; those of inference mode do not tell."""
+    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def tiled(

@@ -8,6 +8,7 @@ every rank holds the gradient of the sum of all ranks' losses, and equal weights
 from __future__ import annotations
 
 from typing import cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -168,3 +169,9 @@ def check_input(
         raise DtypeError(
             f"{layer} has weights of {weight.dtype} and was given {x.dtype}. Convert one of them."
         )
+
+
+def learning(module: nn.Module) -> str:
+    """Return a text that is equal on ranks on which the same weights have requires_grad."""
+    flags = [weight.requires_grad for weight in module.parameters()]
+    return f"{sum(flags)} of {len(flags)} weights learn #{crc32(bytes(flags)):08x}"
