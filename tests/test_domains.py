@@ -145,6 +145,7 @@ def given_numpy(subject: Subject, kind: str) -> Subject:
 def test_numbers_of_numpy_count_as_those_of_python(subject: Subject) -> None:
     """Sums and products of NumPy's numbers may wrap, and they lack methods of Python's."""
     rows = [row for row in subject.each_part(SEED) if not row.items() & SLOW]
+    rows = rows[:: -(-len(rows) // 6) or 1]  # some, because most parts are no numbers
     rows += [subject.base] * (len(KINDS) - len(rows))
     for place, row in enumerate(rows):
         kind = [*KINDS][place % len(KINDS)]
