@@ -289,4 +289,5 @@ def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path
     with torch.no_grad():
         want = reference.llama(tokens, model.state_dict(), **case.options())
         torch.testing.assert_close(model(tokens).logits, want, rtol=1e-5, atol=1e-6)
+        assert model.generate(tokens[:, :5], max_new_tokens=9, do_sample=False).shape == (1, 14)
     assert float(want.std()) > 0.01
