@@ -269,6 +269,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         for entry in ("rope_parameters", "rope_scaling")
     },
     "biases": ("attention_bias=True", {"attention_bias": True}),
+    "attention to later tokens": ("is_causal=False", {"is_causal": False}),
     "biases of the feed-forward": ("mlp_bias=True", {"mlp_bias": True}),
     "dropout": ("attention_dropout=0.1", {"attention_dropout": 0.1}),
     "another activation": ("hidden_act='gelu'", {"hidden_act": "gelu"}),

@@ -17,6 +17,7 @@ from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
 import sp_core as sp
 from sp_core.llama import Checkpoint, LlamaConfig, create, load, save
 from sp_core.llama.checkpoint import SINGLE
+from sp_core.llama.config import read_json
 from sp_core.testing import spmd
 
 
@@ -28,6 +29,20 @@ def test_a_number_for_the_end_and_nulls_mean_what_they_do_for_transformers() -> 
     nulls = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": None}}
     values = config.to_dict() | dict.fromkeys(("rope_scaling", "tie_word_embeddings"))
     assert LlamaConfig.from_dict(values | nulls) == config
+
+
+@pytest.mark.parametrize(("ends", "said"), [((), None), ((2,), [2]), ((2, 5), [2, 5])])
+@spmd(2)
+def test_a_saved_model_without_an_end_says_null(
+    comm: Any, ends: tuple[int, ...], said: list[int] | None, tmp_path: Path
+) -> None:
+    """With an empty list, transformers cannot generate; without the entry, 2 is an end."""
+    folder = shared(comm, tmp_path) / "model"
+    config = replace(CASE.config, eos_token_id=ends)
+    with mesh_of(comm, 0) as mesh:
+        save(create(config, mesh), folder)
+    assert read_json(folder / "config.json")["eos_token_id"] == said
+    assert LlamaConfig.from_folder(folder) == config
 
 
 SCALING = {"rope_type": "linear", "factor": 2.0}

@@ -65,6 +65,72 @@ def test_a_chat_template_has_the_names_that_transformers_gives_it(
         assert chat(tmp_path, given, **SETTINGS) == text
 
 
+END = "<|im_end|>"
+WITHOUT_FLAGS = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+OBJECT = {"content": END, **WITHOUT_FLAGS, "special": True}
+LLAMA = {"tokenizer_class": "LlamaTokenizerFast"}
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "text"),
+    [
+        ({}, {}, ""),
+        ({}, {"bos_token": "<s>", "eos_token": OBJECT}, f"<s>{END}"),
+        ({"bos_token": "<s>"}, {"bos_token": "<b>", "eos_token": None}, "<b>"),
+        ({"bos_token": "<s>", "added_tokens_decoder": {}}, {"bos_token": "<b>"}, "<s>"),
+        (LLAMA, {}, "<s></s>"),
+        ({**LLAMA, "bos_token": None}, {"eos_token": END}, END),
+        ({"extra_special_tokens": {"bos_token": "<b>"}}, {}, "<b>"),
+        ({}, {"extra_special_tokens": {"eos_token": END}}, END),
+        ({"extra_special_tokens": ["<b>"], "additional_special_tokens": 3}, {}, ""),
+    ],
+)
+def test_a_template_shows_the_special_tokens_of_all_files(
+    tmp_path: Path, config: dict[str, Any], more: dict[str, Any], text: str
+) -> None:
+    (tmp_path / MAP).write_text(json.dumps(more))
+    assert chat(tmp_path, "{{ bos_token }}{{ eos_token }}", **config) == text
+
+
+@pytest.mark.parametrize(
+    ("files", "is_one", "shown"),
+    [
+        ({}, False, f"a{END}b"),
+        ({CONFIG: {"eos_token": END}}, True, "ab"),
+        ({CONFIG: {"eos_token": OBJECT}}, True, "ab"),
+        ({CONFIG: {"additional_special_tokens": [3, END]}}, True, "ab"),
+        ({CONFIG: {"extra_special_tokens": {"end": END}}}, True, "ab"),
+        ({CONFIG: {"added_tokens_decoder": {"256": OBJECT, "3": None}}}, True, "ab"),
+        ({CONFIG: {"added_tokens_decoder": {}}, ADDED: {END: 256}}, False, f"a{END}b"),
+        ({MAP: {"pad_token": OBJECT}}, True, "ab"),
+        ({ADDED: {END: 256}}, True, f"a{END}b"),
+        ({ADDED: {END: 256}, MAP: {"eos_token": END}}, True, "ab"),
+        ({ADDED: {"b": "?", END: 256}, CONFIG: {"added_tokens_decoder": 3}}, True, f"a{END}b"),
+    ],
+)
+def test_a_prompt_is_cut_at_the_tokens_that_its_folder_declares(
+    tmp_path: Path, files: dict[str, Any], is_one: bool, shown: str
+) -> None:
+    """Such a token of the vocabulary keeps its number. A text does not show the special ones."""
+    model = json.loads(byte_tokenizer().to_str())
+    model["model"]["vocab"][END] = 256
+    for name, values in {"tokenizer.json": model, **files}.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    tokenizer = read_tokenizer(tmp_path)
+    ids = tokenizer.encode(f"a{END}b").ids
+    assert ids == ([*b"a", 256, *b"b"] if is_one else [*f"a{END}b".encode()])
+    assert tokenizer.decode([*b"a", 256, *b"b"]) == shown
+
+
+@pytest.mark.parametrize("file", [CONFIG, MAP, ADDED])
+def test_a_broken_file_of_tokens_is_an_error(tmp_path: Path, file: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    (tmp_path / file).write_text("[")
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
+        read_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -181,11 +181,9 @@ def load(
         Two agreements (32-byte all-reduces), the second after all ranks have read their parts.
 
     Raises:
-        CheckpointError: a folder that cannot be used.
+        CheckpointError: a folder that cannot be used. All these errors are raised on every rank.
         ShapeError, ValueError: too many ranks; as `Grid.of`.
         CollectiveMismatch: ranks with different arguments, configurations, or headers of tensors.
-
-    All of these errors are raised on every rank.
     """
     grid = Grid.of(mesh, scheme)
 
@@ -390,7 +388,8 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> None:
     """Write texts to the folder `draft`, last `config.json`, and rename the folder to `target`."""
-    config = {**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}
+    config = model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")}
+    config["eos_token_id"] = config["eos_token_id"] or None  # [] is an error in transformers
     for file, text in (*texts.items(), ("config.json", _json(config))):
         (draft / file).write_text(text, encoding="utf-8")
     draft.rename(target)

@@ -29,6 +29,7 @@ _ONLY = {
     "attention_dropout": 0,
     "quantization_config": None,
     "partial_rotary_factor": 1,
+    "is_causal": True,
 }
 """For some entries of `config.json` the one supported value, which is the default."""
 _ROPE, _CONTEXT = ("rope_scaling", "rope_parameters"), "original_max_position_embeddings"

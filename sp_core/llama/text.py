@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sp_core.errors import CheckpointError
 from sp_core.llama.config import read_json
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
+_CONFIG = "tokenizer_config.json"
+_LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+"""Special tokens of a `LlamaTokenizer` whose folder has no entries for them."""
+_FLAGS = "lstrip", "rstrip", "single_word", "normalized", "special"
 _UNFINISHED = "\ufffd"  # the decoder writes this for bytes that are not yet a whole character
 
 
 def read_tokenizer(folder: str | Path) -> Tokenizer:
     """Return the tokenizer in `tokenizer.json` of a model folder.
 
+    As in transformers, it gets the tokens that `tokenizer_config.json`, `special_tokens_map.json`
+    and `added_tokens.json` declare. A declared token of the vocabulary keeps its number.
+
     Raises:
-        CheckpointError: the file is missing or broken, or `tokenizers` is not installed.
+        CheckpointError: a file is missing or broken, or `tokenizers` is not installed.
     """
     path = Path(folder) / "tokenizer.json"
     try:
@@ -46,7 +53,73 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
         raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
     tokenizer.no_truncation()  # the file keeps both from the training of the model
     tokenizer.no_padding()
+    tokenizer.add_tokens(_declared(folder, tokenizer.get_added_tokens_decoder().values()))
     return tokenizer
+
+
+def _declared(folder: str | Path, known: Collection[AddedToken]) -> list[AddedToken]:
+    """Return the tokens that a folder declares; `tokenizer.json` declares those of `known`.
+
+    As in transformers, `added_tokens_decoder` replaces `added_tokens.json` and `known`.
+    """
+    from tokenizers import AddedToken
+
+    named, others = _special_tokens(folder)
+    entries = {text: x for x in (*named.values(), *others) if (text := _content(x))}
+    special = {text: _flags(x) | {"special": True} for text, x in entries.items()}
+    numbered = _entries(folder, _CONFIG).get("added_tokens_decoder")
+    if isinstance(numbered, dict):
+        ordered = [numbered[number] for number in sorted(numbered, key=_order)]
+        tokens = {text: _flags(x) for x in ordered if (text := _content(x))}
+    else:
+        added = _entries(folder, "added_tokens.json")
+        ordered = sorted(added, key=lambda text: _order(str(added[text])))
+        tokens = {text: special.get(text, {}) for text in ordered}
+        tokens |= {x.content: {name: getattr(x, name) for name in _FLAGS} for x in known}
+    names = {_content(x) for x in named.values()}
+    tokens = {text: x | {"special": True} if text in names else x for text, x in tokens.items()}
+    rest = {text: x for text, x in special.items() if text not in tokens}
+    return [AddedToken(text, **flags) for text, flags in (tokens | rest).items()]
+
+
+def _order(number: str) -> tuple[int, str]:
+    """Return a key that sorts texts of whole numbers as the numbers."""
+    return len(number), number
+
+
+def _flags(entry: Any) -> dict[str, bool]:
+    """Return the settings of a token, whose entry is a text or an object."""
+    return {name: bool(entry[name]) for name in _FLAGS if isinstance(entry, dict) and name in entry}
+
+
+def _special_tokens(folder: str | Path) -> tuple[dict[str, Any], list[Any]]:
+    """Return the special tokens of a folder, those with names and others: texts or objects.
+
+    As in transformers, `added_tokens_decoder` replaces `special_tokens_map.json`.
+    """
+    config = _entries(folder, _CONFIG)
+    is_llama = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
+    named, others = dict[str, Any](_LLAMA if is_llama else {}), list[Any]()
+    is_whole = "added_tokens_decoder" in config
+    for entries in (config, {} if is_whole else _entries(folder, "special_tokens_map.json")):
+        named |= {name: x for name, x in entries.items() if name.endswith("_token")}
+        for name in ("extra_special_tokens", "additional_special_tokens"):
+            more = entries.get(name)
+            named |= more if isinstance(more, dict) else {}
+            others += more if isinstance(more, list) else []
+    return named, others
+
+
+def _content(entry: object) -> str | None:
+    """Return the text of a token, which is a text or an object; None if it has no text."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def _entries(folder: str | Path, file: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a folder, {} if the file is not there."""
+    path = Path(folder) / file
+    return read_json(path) if path.exists() else {}
 
 
 def read_text(path: Path) -> str:
@@ -99,7 +172,7 @@ def read_stop_strings(folder: str | Path) -> list[str]:
         CheckpointError: the entry is neither a text, a list of texts, nor null.
     """
     path = Path(folder) / "generation_config.json"
-    given = read_json(path).get("stop_strings") if path.exists() else None
+    given = _entries(folder, path.name).get("stop_strings")
     texts = [given] if isinstance(given, str) else given or []
     if not (isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)):
         raise CheckpointError(
@@ -131,9 +204,8 @@ def chat_prompt(folder: str | Path, text: str, now: datetime) -> str:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
-    values = read_json(settings) if settings.exists() else {}
-    template = read_text(file) if file.exists() else values.get("chat_template")
+    file, (named, _) = Path(folder) / "chat_template.jinja", _special_tokens(folder)
+    template = read_text(file) if file.exists() else _entries(folder, _CONFIG).get("chat_template")
     if isinstance(template, list):  # several templates with names
         objects = [each for each in template if isinstance(each, dict)]
         found = [each.get("template") for each in objects if each.get("name") == "default"]
@@ -144,9 +216,7 @@ def chat_prompt(folder: str | Path, text: str, now: datetime) -> str:
             f"one of them named default. Leave --chat out, or take a model that was tuned for "
             f"chats."
         )
-    named = {name: value for name, value in values.items() if name.endswith("_token")}
-    texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in named.items()}
-    tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
+    tokens = {name: _content(x) for name, x in named.items() if _content(x) is not None}
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

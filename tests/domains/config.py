@@ -72,6 +72,7 @@ ONE_ENTRY: dict[str, Any] = {"rope_theta": None, "rope_scaling": None}
 ONE_ENTRY |= {"rope_parameters": {**SCALING, "rope_theta": 7.0}}
 HEADS = {"num_key_value_heads": 8, "head_dim": 12}
 PLAIN = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
+SUPPORTED: Settings = {"attention_bias": False, "attention_dropout": 0.0, "is_causal": True}
 
 MEANINGS: dict[str, dict[str, tuple[Settings, Settings, tuple[str, ...]]]] = {
     "values.rope": {
@@ -95,7 +96,7 @@ MEANINGS: dict[str, dict[str, tuple[Settings, Settings, tuple[str, ...]]]] = {
     },
     "values.more": {
         "nothing": ({}, {}, ()),
-        "supported settings": ({"attention_bias": False, "attention_dropout": 0.0}, {}, ()),
+        "supported settings": (SUPPORTED, {}, ()),
         "unknown settings": ({"use_cache": True}, {}, ()),
         "defaults missing": ({}, PLAIN, (*PLAIN, "architectures", "hidden_act")),
     },

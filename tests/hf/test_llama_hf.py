@@ -171,6 +171,56 @@ def test_entries_of_the_rotary_embedding_mean_what_they_do_for_transformers(
     torch.testing.assert_close(theirs.double(), ours, rtol=1e-6, atol=0)
 
 
+ENTRIES: list[dict[str, Any]] = [
+    {"is_causal": False},
+    {"is_causal": True},
+    {"is_decoder": False},
+    {"is_decoder": True},
+    {"is_encoder_decoder": True},
+    {"use_bidirectional_attention": True},
+    {"use_cache": False},
+    {"attention_chunk_size": 4},
+    {"sliding_window": 4},
+    {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+    {"qk_norm": True},
+    {"pretraining_tp": 2},
+    {"attention_multiplier": 0.5, "logits_scaling": 3.0, "residual_multiplier": 0.5},
+    {"final_logit_softcapping": 1.0},
+    {"no_rope_layers": [0, 1]},
+    {"hidden_act": "gelu"},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"partial_rotary_factor": 0.5},
+    {"rms_norm_eps": 0.1},
+    {"rope_theta": 50.0},
+    {"head_dim": 6},
+]
+
+
+@pytest.mark.parametrize("entries", ENTRIES, ids=repr)
+def test_an_entry_that_transformers_obeys_is_obeyed_or_refused(entries: dict[str, Any]) -> None:
+    """Entries with which a model of transformers has other logits change ours, or are refused."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def logits(values: dict[str, Any]) -> Tensor:
+        config = AutoConfig.for_model(**values)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for x in model.parameters():
+                x.copy_(torch.randn(x.shape, generator=generator) * 0.4)
+            found: Tensor = model(torch.arange(1, 12)[None]).logits
+        return found
+
+    plain = CASES["5/1"].config.to_dict()
+    is_other = not torch.allclose(logits(plain), logits(plain | entries))
+    try:
+        read = LlamaConfig.from_dict(plain | entries)
+    except sp.CheckpointError:
+        return
+    assert (read != LlamaConfig.from_dict(plain)) == is_other
+
+
 on_every_mesh = pytest.mark.parametrize(
     "mesh",
     TABLE,
@@ -289,4 +339,5 @@ def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path
     with torch.no_grad():
         want = reference.llama(tokens, model.state_dict(), **case.options())
         torch.testing.assert_close(model(tokens).logits, want, rtol=1e-5, atol=1e-6)
+        assert model.generate(tokens[:, :5], max_new_tokens=9, do_sample=False).shape == (1, 14)
     assert float(want.std()) > 0.01
