@@ -151,8 +151,9 @@ def reduce_gradients(
 ) -> None:
     """Replace each gradient by the gradient of the sum of all ranks' losses.
 
-    Every rank calls this once after backward. Leave out the weights of `TransformerBlock` and the
-    other layers of `sp_core.nn.layers`: these layers sum their gradients in backward.
+    Every rank calls this once before each step of the optimizer, after the backwards of all
+    micro-batches: a second call sums the sums again. Leave out the weights of `TransformerBlock`
+    and the other layers of `sp_core.nn.layers`: these layers sum their gradients in backward.
 
     Args:
         parameters: corresponding parameters, in the same order on every rank; those without
@@ -203,9 +204,16 @@ def reduce_gradients(
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
     """Return `parameter.grad`, after replacing None by zeros and overlapping memory by a copy."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        parameter.grad = gradient_of(parameter)
     elif overlaps(parameter.grad):
         parameter.grad = parameter.grad.contiguous()
+    return parameter.grad
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return `parameter.grad`, or new zeros of the dtype that it would have."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return parameter.grad
 
 
