@@ -237,7 +237,7 @@ class AllReduce(Map):
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
         """Return buffers with marks for NaN: MPI libraries differ in how they compare NaN."""
-        send = self._marked(x)
+        send = self._marked(x).contiguous()
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
         return Prepared(
