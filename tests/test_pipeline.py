@@ -106,17 +106,30 @@ def test_a_frozen_tied_weight_gets_no_gradient(comm: Any, frozen: str) -> None:
         assert not any(weight.grad is not None for weight in model.parameters())
 
 
+HELD_TWICE = {
+    "pp": (Case((4, 2), layers=3, tied=True, vocab=99, dtype="bfloat16"), "embed_tokens"),
+    "tp": (Case((3, 3), 4, 8, hidden=24, ffn=90, vocab=33, dtype="bfloat16"), "norm"),
+}
+"""By axis, a model whose ranks along it have unequal parts, and weights that they hold alike."""
+
+
+@pytest.mark.parametrize("axis", HELD_TWICE)
 @spmd(6)
-def test_copies_of_a_tied_weight_get_equal_gradients_whatever_the_order_of_sums(comm: Any) -> None:
-    """The stages have weights of different lengths, so rings add the copies in other orders."""
-    with sp.Mesh(comm, algorithm="ring", pp=2, dp=3) as mesh:
-        model = Case((4, 2), layers=3, tied=True, vocab=99, dtype="bfloat16").model(mesh)
+def test_copies_of_a_weight_get_equal_gradients_whatever_the_order_of_sums(
+    comm: Any, axis: str
+) -> None:
+    """A ring adds an element in an order that depends on its place among all gradients."""
+    axes: Any = {axis: 2, "dp": 3}
+    case, name = HELD_TWICE[axis]
+    with sp.Mesh(comm, algorithm="ring", **axes) as mesh:
+        model = case.model(mesh)
         for number, weight in enumerate(model.parameters()):
-            weight.grad = normal(100 * comm.rank + number, weight.shape, "bfloat16")
+            weight.grad = normal(1000 * model.grid.data.rank + number, weight.shape, "bfloat16")
         reduce_gradients(model.parameters(), data=model.grid.data, tensor=model.grid.tensor)
         sum_tied_gradients(model)
-        grad = cast("Tensor", model.embed_tokens.weight.grad)
-        assert torch.equal(grad, sp.broadcast(grad, comm=mesh["pp"], root=0))
+        named = model.named_parameters()
+        own = torch.cat([cast("Tensor", x.grad).flatten() for key, x in named if name in key])
+        assert torch.equal(own, sp.broadcast(own, comm=mesh[axis], root=0))
 
 
 @spmd(2, 3)

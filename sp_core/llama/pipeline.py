@@ -297,8 +297,9 @@ def sum_tied_gradients(model: Llama) -> None:
         return
     weight = model.embed_tokens.weight if model.is_first or model.is_last else None
     mine = gradient_of(weight) if weight is not None and weight.requires_grad else None
+    like = mine if weight is not None else next(model.parameters(), None)  # equal: sends less
     learns = stages.agree_on(
-        lambda: "sum_tied_gradients", lambda: 0 if mine is None else 1 + SUMMABLE.index(mine.dtype)
+        lambda: "sum_tied_gradients", lambda: 0 if like is None else 1 + SUMMABLE.index(like.dtype)
     )
     if 0 in (learns[0], learns[-1]) and learns[0] != learns[-1]:
         raise ValueError(
@@ -306,10 +307,9 @@ def sum_tied_gradients(model: Llama) -> None:
             "first and the last. Set it alike on both."
         )
     if learns[0] != learns[-1]:
-        first, last = (SUMMABLE[learns[stage] - 1] for stage in (0, -1))
         raise DtypeError(
-            f"the tied embedding has a gradient of {first} on the first stage, of {last} on the "
-            "last. Set `grad_dtype` alike on both."
+            f"the tied embedding has a gradient of {SUMMABLE[learns[0] - 1]} on the first stage, "
+            f"of {SUMMABLE[learns[-1] - 1]} on the last. Set `grad_dtype` alike on both."
         )
     if not learns[0]:
         return

@@ -77,6 +77,11 @@ class Placement:
         """Return the number of elements of the whole parameter."""
         return math.prod(self.shape)
 
+    @property
+    def is_alike(self) -> bool:
+        """Return whether all ranks hold the same slices."""
+        return len(set(self.held)) == 1
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that `rank` holds."""
         cut = sum(map(len, self.held[rank]))
@@ -166,9 +171,11 @@ def reduce_gradients(
 
     Communication:
         One agreement (32-byte all-reduce) over `data`, one over `tensor`. For each dtype one
-        all-reduce of all gradients over `data`. For each dtype one all-reduce over `tensor`, of the
-        gradients that are incomplete on each rank (`Placement.partial`). Each of them is first
-        padded with zeros to the shape of the whole parameter.
+        all-reduce of all gradients over `data`. If parts of a parameter have different shapes, the
+        parameters that all ranks of `tensor` hold alike have an all-reduce of their own, which
+        rounds them alike. For each dtype one all-reduce over `tensor`, of the gradients that are
+        incomplete on each rank (`Placement.partial`). Each of them is first padded with zeros to
+        the shape of the whole parameter.
 
     Raises:
         ShapeError: with `tensor`, a parameter has no placement, or a placement for other ranks; or
@@ -190,11 +197,14 @@ def reduce_gradients(
         *((data,) if tensor is None else (data, tensor)),
     )
     gradients = [_own_gradient(parameter) for parameter, _ in wanted.values()]
-    _sum_in_place(gradients, data)
+    pairs = [(x, placement) for x, (_, placement) in zip(gradients, wanted.values(), strict=True)]
+    is_uneven = any(len({*map(each.local_shape, range(len(each.held)))}) > 1 for _, each in pairs)
+    # an element is rounded by its place among all that are summed together
+    for apart in (True, False):
+        _sum_in_place([x for x, each in pairs if (is_uneven and each.is_alike) == apart], data)
     if tensor is None:
         return
-    pairs = zip(gradients, wanted.values(), strict=True)
-    shared = [(x, placement) for x, (_, placement) in pairs if placement.partial]
+    shared = [(x, placement) for x, placement in pairs if placement.partial]
     wholes = [placement.spread(x, tensor.rank) for x, placement in shared]
     _sum_in_place(wholes, tensor)
     for (x, placement), whole in zip(shared, wholes, strict=True):
