@@ -228,18 +228,20 @@ def test_sends_need_not_be_complete_where_the_result_has_memory_of_its_own() -> 
     seed=st.integers(0, 99),
 )
 def test_greatest_and_least_with_nan(comm: Any, dtype: str, algorithm: str, seed: int) -> None:
-    draws = torch.randn(comm.size, 9, generator=torch.Generator().manual_seed(seed))
-    draws[seed % comm.size, seed % 9] = torch.nan
-    every = draws.to(getattr(torch, dtype))
+    """One rank's tensor lies in memory as torch's images do."""
+    draws = torch.randn(comm.size, 27, generator=torch.Generator().manual_seed(seed))
+    draws[seed % comm.size, seed % 27] = torch.nan
+    every = draws.view(-1, 3, 3, 1, 3).to(getattr(torch, dtype))
+    is_image = comm.rank == seed % comm.size
+    layout = torch.channels_last if is_image else torch.contiguous_format
+    own = every[comm.rank].to(memory_format=layout)
     with sp.Mesh(comm, sp=comm.size) as mesh:
         if algorithm == "window":
             use_window(mesh["sp"])
         for name, op in product((algorithm, "mpi"), ("max", "min")):
-            found = sp.all_reduce(every[comm.rank], comm=mesh["sp"], op=op, algorithm=name)
-            made = sp.plan(
-                "all_reduce", x := torch.zeros(9, dtype=every.dtype), comm=mesh["sp"], op=op
-            )
-            x.copy_(every[comm.rank])
+            found = sp.all_reduce(own, comm=mesh["sp"], op=op, algorithm=name)
+            made = sp.plan("all_reduce", x := torch.zeros_like(own), comm=mesh["sp"], op=op)
+            x.copy_(own)
             wanted = getattr(every, f"a{op}")(0)
             for result in (found, made.run()):
                 torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)

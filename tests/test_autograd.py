@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -56,6 +56,35 @@ def test_a_result_may_be_changed_in_place(comm: Any, name: str) -> None:
         assert torch.equal(doubled, 2 * plain)
         (once,), (twice,) = (torch.autograd.grad(y.sum(), x) for y in (plain, doubled))
         assert torch.equal(twice, 2 * once)
+
+
+COUNTED_ONCE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
+    "copy_to_group": lambda x, comm: sp.copy_to_group(x, comm=comm),
+    "copy_all_to_group": lambda x, comm: sum(sp.copy_all_to_group([x, x], comm=comm), x * 0),
+    "reduce_from_group": lambda x, comm: sp.reduce_from_group(x, comm=comm),
+    "gather_replicated": lambda x, comm: sp.gather_replicated(x, comm=comm, dim=1),
+}
+"""Functions that mark where a value begins or ends that counts once in the loss."""
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENTIABLE | COUNTED_ONCE))
+@spmd(1, 3)
+def test_the_gradient_of_a_leaf_has_memory_of_its_own(comm: Any, name: str) -> None:
+    """Torch adds later gradients to it in place, and so may the caller."""
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        call = (DIFFERENTIABLE | COUNTED_ONCE)[name]
+        a, b, c = leaves = [torch.ones(2, 3, requires_grad=True) for _ in range(3)]
+        upstream = torch.ones_like(call(a, mesh["sp"]))
+        (one,) = torch.autograd.grad(call(a, mesh["sp"]), a, upstream)
+        call(c, mesh["sp"]).backward(upstream)
+        for number in (1, 2, 3):
+            (call(a, mesh["sp"]) + call(b, mesh["sp"])).backward(upstream)
+            found = [cast("Tensor", leaf.grad) for leaf in leaves]
+            assert torch.equal(torch.stack(found), torch.stack([number * one, number * one, one]))
+        for grad in found:
+            grad.add_(1)
+        assert torch.equal(torch.stack(found), torch.stack([3 * one, 3 * one, one]) + 1)
+        assert upstream.eq(1).all()
 
 
 @spmd(1, 2, 3)

@@ -141,7 +141,7 @@ def test_sums_are_read_before_another_rank_writes_its_next() -> None:
             assert all(torch.equal(mine[what], x) for what, x in other.items())
 
 
-@pytest.mark.parametrize("storage", ["transposed", "padded"])
+@pytest.mark.parametrize("storage", ["transposed", "padded", "tokens last"])
 @spmd(2)
 def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str) -> None:
     """A ring with shared memory has the same bits as with messages, for both layouts of keys."""

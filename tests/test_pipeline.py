@@ -12,14 +12,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from domains.declared import normal
 from hypothesis import example, given, strategies as st
 from llama_cases import Case
+from oracle.collective_cases import in_memory
 from oracle.link import LinkModel
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import model as llama_model
 from sp_core.llama.pipeline import MicroBatch, forward, loss_and_gradients, sum_tied_gradients
+from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.memory import KEEP_ALL
 from sp_core.scheduling import POLICIES, Work, prefill_only, split_stages
 from sp_core.segments import grouped
@@ -44,24 +47,48 @@ def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("without", ["neither", "first", "last"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float64", "expanded", "transposed"])
 @spmd(2, 3)
 def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
-    comm: Any, without: str, tied: bool
+    comm: Any, kind: str, without: str, tied: bool
 ) -> None:
-    """If untied, the embedding is on the first stage only, and the head on the last stage only."""
+    """If untied, the embedding is on the first stage only, and the head on the last stage only.
+
+    `kind` is the dtype of the gradients, or how they lie in memory. The weights are in float32.
+    """
     stage = {0: "first", comm.size - 1: "last"}.get(comm.rank, "middle")
     ends = {"norm", "embed_tokens" if tied else "lm_head"}
     with sp.Mesh(comm, pp=comm.size) as mesh:
-        model = Case((4, 2), layers=4, tied=tied).model(mesh)
+        model = Case((4, 2), layers=4, tied=tied, dtype="float32").model(mesh)
         names = {name.split(".")[0] for name, _ in model.named_parameters()} - {"layers"}
         assert names == {"first": {"embed_tokens"}, "middle": set(), "last": ends}[stage]
         weight = model.embed_tokens.weight if "embed_tokens" in names else None
+        dtype = getattr(torch, kind, torch.float32)
+        if weight is not None:
+            weight.grad_dtype = dtype
         if weight is not None and stage != without:
-            weight.grad = torch.full_like(weight, 1.0 if stage == "first" else 2.0)
+            own = torch.full_like(weight, 1.0 if stage == "first" else 2.0, dtype=dtype)
+            weight.grad = in_memory(own, kind)
         sum_tied_gradients(model)
         if tied and weight is not None:
             wanted = {"neither": 3.0, "first": 2.0, "last": 1.0}[without]
-            assert torch.equal(cast("Tensor", weight.grad), torch.full_like(weight, wanted))
+            assert torch.equal(
+                cast("Tensor", weight.grad), torch.full_like(weight, wanted, dtype=dtype)
+            )
+
+
+@pytest.mark.parametrize("given", [False, True])
+@spmd(2, 3)
+def test_copies_of_a_tied_weight_need_gradients_of_one_dtype(comm: Any, given: bool) -> None:
+    with sp.Mesh(comm, pp=comm.size) as mesh:
+        model = Case((4, 2), layers=4, tied=True).model(mesh)
+        if model.is_last:
+            weight = model.embed_tokens.weight
+            weight.grad_dtype = torch.float32
+            weight.grad = torch.ones_like(weight, dtype=torch.float32) if given else None
+        error = r"of torch.float64 .* first .* of torch.float32 .* last\. Set `grad_dtype` alike"
+        with pytest.raises(sp.DtypeError, match=error):
+            sum_tied_gradients(model)
 
 
 @pytest.mark.parametrize("frozen", ["everywhere", "first", "last"])
@@ -77,6 +104,32 @@ def test_a_frozen_tied_weight_gets_no_gradient(comm: Any, frozen: str) -> None:
         with nullcontext() if frozen == "everywhere" else error:
             sum_tied_gradients(model)
         assert not any(weight.grad is not None for weight in model.parameters())
+
+
+HELD_TWICE = {
+    "pp": (Case((4, 2), layers=3, tied=True, vocab=99, dtype="bfloat16"), "embed_tokens"),
+    "tp": (Case((3, 3), 4, 8, hidden=24, ffn=90, vocab=33, dtype="bfloat16"), "norm"),
+}
+"""By axis, a model whose ranks along it have unequal parts, and weights that they hold alike."""
+
+
+@pytest.mark.parametrize("axis", HELD_TWICE)
+@spmd(6)
+def test_copies_of_a_weight_get_equal_gradients_whatever_the_order_of_sums(
+    comm: Any, axis: str
+) -> None:
+    """A ring adds an element in an order that depends on its place among all gradients."""
+    axes: Any = {axis: 2, "dp": 3}
+    case, name = HELD_TWICE[axis]
+    with sp.Mesh(comm, algorithm="ring", **axes) as mesh:
+        model = case.model(mesh)
+        for number, weight in enumerate(model.parameters()):
+            weight.grad = normal(1000 * model.grid.data.rank + number, weight.shape, "bfloat16")
+        reduce_gradients(model.parameters(), data=model.grid.data, tensor=model.grid.tensor)
+        sum_tied_gradients(model)
+        named = model.named_parameters()
+        own = torch.cat([cast("Tensor", x.grad).flatten() for key, x in named if name in key])
+        assert torch.equal(own, sp.broadcast(own, comm=mesh[axis], root=0))
 
 
 @spmd(2, 3)

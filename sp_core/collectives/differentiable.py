@@ -155,13 +155,14 @@ def begin(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Pending
     return Pending(x, build(f"{which}_start", which, x, comm, **given))
 
 
-def _identity(comm: Communicator) -> _Local:
-    """Return a `_Local` whose function returns its tensor unchanged, without communication.
+def _passed_on(comm: Communicator) -> _Local:
+    """Return the backward of `reduce_from_group`: a copy of the gradient, without communication.
 
-    It is the forward of `copy_to_group` and the backward of `reduce_from_group`. `_Apply` takes
-    `comm` from it for the check before its own backward.
+    Torch makes the gradient that a leaf gets its `.grad`, and adds to it in place. Leaves whose
+    sums were added up would share the memory of one gradient that was not copied. `_Apply` takes
+    `comm` for the check before the backward of this backward.
     """
-    return _Local(comm, "copy_to_group", lambda x: x.view_as(x))
+    return _Local(comm, "copy_to_group", Tensor.clone)
 
 
 def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
@@ -183,7 +184,7 @@ def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator f.
     """
-    nothing = _identity(comm)
+    nothing = _Local(comm, "copy_to_group", lambda x: x.view_as(x))
     return _apply(x, nothing, build("copy_to_group", "all_reduce", x, comm), nothing.run)
 
 
@@ -211,7 +212,7 @@ def reduce_from_group(x: Tensor, *, comm: Communicator, algorithm: str = "auto")
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator g.
     """
     mapping = build("reduce_from_group", "all_reduce", x, comm, algorithm=algorithm)
-    return _apply(x, mapping, _identity(comm), mapping.run)
+    return _apply(x, mapping, _passed_on(comm), mapping.run)
 
 
 def gather_replicated(
@@ -272,7 +273,7 @@ class _CopyAllToGroup(EagerFunction):
             joined = torch.cat([grads[place].reshape(-1) for place in places])
             # as in copy_to_group: the sum is one value that all ranks hold alike
             reduce = AllReduce(ctx.comm)
-            flat = _apply(joined, reduce, _identity(ctx.comm), reduce.run)
+            flat = _apply(joined, reduce, _passed_on(ctx.comm), reduce.run)
             for place, part in zip(
                 places, flat.split([grads[p].numel() for p in places]), strict=True
             ):

@@ -237,7 +237,7 @@ class AllReduce(Map):
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
         """Return buffers with marks for NaN: MPI libraries differ in how they compare NaN."""
-        send = self._marked(x)
+        send = self._marked(x).contiguous()
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
         return Prepared(
@@ -338,10 +338,12 @@ class Reduce(Map):
     root: int
 
     def prepare(self, x: Tensor) -> Prepared:
-        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
-        recv = out.view(-1) if self.comm.rank == self.root else None
-        return Prepared(self.operation(x, (x.numel(),), root=self.root), send, recv, out, refresh)
+        is_root = self.comm.rank == self.root
+        recv, finish = (out.view(-1), nothing) if is_root else (None, out.zero_)
+        moves = self.operation(x, (x.numel(),), root=self.root)
+        return Prepared(moves, send, recv, out, refresh, finish)
 
 
 _TRANSPOSED: dict[str, type[Map]] = {

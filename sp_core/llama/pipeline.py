@@ -6,8 +6,8 @@ micro-batches at the same time. Only neighbouring stages exchange activations an
     stage s    x <- s - 1    y = layers_s(x)            y -> s + 1
     backward   dy <- s + 1   dx = layers_s'(x)^T dy     dx -> s - 1
 
-To train, call `loss_and_gradients` with `MicroBatch`es, then `sum_tied_gradients` and
-`reduce_gradients`. `Decoder` calls `forward`. A `Pass` describes one micro-batch in the layers.
+To train, call `loss_and_gradients` with `MicroBatch`es, then `reduce_gradients` and
+`sum_tied_gradients`. `Decoder` calls `forward`. A `Pass` describes one micro-batch in the layers.
 
 Shapes: B sequences of a micro-batch, S tokens, E model dim, P sequence ranks, T tensor ranks.
 """
@@ -25,10 +25,13 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce, broadcast
-from sp_core.errors import ShapeError
+from sp_core.collectives.build import SUMMABLE
+from sp_core.collectives.maps import overlaps
+from sp_core.errors import DtypeError, ShapeError
 from sp_core.llama.config import check_tokens
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
+from sp_core.nn.gradients import gradient_of
 from sp_core.nn.loss import IGNORED
 from sp_core.nn.memory import Saving
 from sp_core.scheduling.pipeline import (
@@ -184,7 +187,7 @@ def loss_and_gradients(
     """Compute the mean loss over all valid tokens of all micro-batches, and add its gradients.
 
     Every rank of the mesh calls this, and adds its summands of the gradients to `.grad`. Then
-    call `sum_tied_gradients` and `reduce_gradients`, which sum gradients over ranks. A token
+    call `reduce_gradients` and `sum_tied_gradients`, which sum gradients over ranks. A token
     is valid if its label is not `IGNORED`. Under `torch.no_grad()`, on every rank, there is no
     backward and no message back: the loss of a validation.
 
@@ -253,8 +256,8 @@ def _count_valid(model: Llama, batches: Sequence[MicroBatch]) -> int:
     count = int(all_reduce(valid, comm=model.grid.data))
     if count == 0:  # raised on every stage; next_token_loss would raise it on the last stage only
         raise ValueError(
-            f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is "
-            f"not defined."
+            f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is not "
+            "defined."
         )
     return count
 
@@ -278,7 +281,7 @@ def sum_tied_gradients(model: Llama) -> None:
 
     The first stage holds the embedding and the last stage a copy as the head. Afterwards the two
     copies have the same `.grad`, the sum of their gradients. Every rank calls this once before each
-    step of the optimizer, before or after `reduce_gradients`. Frozen copies get no gradient.
+    step, after `reduce_gradients`, which rounds the two differently. Frozen copies get no gradient.
 
     Communication:
         None if there is one stage or the head is not tied. Else one agreement (32-byte all-reduce)
@@ -287,33 +290,37 @@ def sum_tied_gradients(model: Llama) -> None:
 
     Raises:
         ValueError: on every stage, if only one copy has requires_grad.
+        DtypeError: on every stage, if the gradients of the copies have different dtypes.
     """
     stages = model.grid.stages
     if not model.config.tie_word_embeddings or stages.size == 1:
         return
-    is_middle = not (model.is_first or model.is_last)
+    weight = model.embed_tokens.weight if model.is_first or model.is_last else None
+    mine = gradient_of(weight) if weight is not None and weight.requires_grad else None
+    like = mine if weight is not None else next(model.parameters(), None)  # equal: sends less
     learns = stages.agree_on(
-        lambda: "sum_tied_gradients",
-        lambda: int(is_middle or model.embed_tokens.weight.requires_grad),
+        lambda: "sum_tied_gradients", lambda: 0 if like is None else 1 + SUMMABLE.index(like.dtype)
     )
-    if learns[0] != learns[-1]:
+    if 0 in (learns[0], learns[-1]) and learns[0] != learns[-1]:
         raise ValueError(
             "the tied embedding has requires_grad=True on one of the two stages that hold it, the "
             "first and the last. Set it alike on both."
         )
+    if learns[0] != learns[-1]:
+        raise DtypeError(
+            f"the tied embedding has a gradient of {SUMMABLE[learns[0] - 1]} on the first stage, "
+            f"of {SUMMABLE[learns[-1] - 1]} on the last. Set `grad_dtype` alike on both."
+        )
     if not learns[0]:
         return
-    if is_middle:
+    if weight is None or mine is None:
         stages.wait(stages.exchange([], [], "tied"), "tied")
         return
-    weight = model.embed_tokens.weight
-    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    other, theirs = 0 if model.is_last else stages.size - 1, torch.empty_like(weight)
-    exchange = stages.exchange(
-        [(other, weight.grad.clone().view(-1))], [(other, theirs.view(-1))], "tied"
-    )
-    stages.wait(exchange, "tied")
-    weight.grad += theirs
+    sent = mine.clone(memory_format=torch.contiguous_format)
+    other, theirs = 0 if model.is_last else stages.size - 1, torch.empty_like(sent)
+    flat = [(other, sent.view(-1))], [(other, theirs.view(-1))]
+    stages.wait(stages.exchange(*flat, "tied"), "tied")
+    weight.grad = (sent if overlaps(mine) else mine).add_(theirs)
 
 
 def _shape(model: Llama, one: Pass) -> torch.Size:

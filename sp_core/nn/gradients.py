@@ -76,6 +76,11 @@ class Placement:
         """Return the number of elements of the whole parameter."""
         return math.prod(self.shape)
 
+    @property
+    def is_alike(self) -> bool:
+        """Return whether all ranks hold the same slices."""
+        return len(set(self.held)) == 1
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that `rank` holds."""
         cut = sum(map(len, self.held[rank]))
@@ -150,8 +155,9 @@ def reduce_gradients(
 ) -> None:
     """Replace each gradient by the gradient of the sum of all ranks' losses.
 
-    Every rank calls this once after backward. Leave out the weights of `TransformerBlock` and the
-    other layers of `sp_core.nn.layers`: these layers sum their gradients in backward.
+    Every rank calls this once before each step of the optimizer, after the backwards of all
+    micro-batches: a second call sums the sums again. Leave out the weights of `TransformerBlock`
+    and the other layers of `sp_core.nn.layers`: these layers sum their gradients in backward.
 
     Args:
         parameters: corresponding parameters, in the same order on every rank; those without
@@ -164,9 +170,11 @@ def reduce_gradients(
 
     Communication:
         One agreement (32-byte all-reduce) over `data`, one over `tensor`. For each dtype one
-        all-reduce of all gradients over `data`. For each dtype one all-reduce over `tensor`, of the
-        gradients that are incomplete on each rank (`Placement.partial`). Each of them is first
-        padded with zeros to the shape of the whole parameter.
+        all-reduce of all gradients over `data`. If parts of a parameter have different shapes, the
+        parameters that all ranks of `tensor` hold alike have an all-reduce of their own, which
+        rounds them alike. For each dtype one all-reduce over `tensor`, of the gradients that are
+        incomplete on each rank (`Placement.partial`). Each of them is first padded with zeros to
+        the shape of the whole parameter.
 
     Raises:
         ShapeError: with `tensor`, a parameter has no placement, or a placement for other ranks; or
@@ -188,11 +196,14 @@ def reduce_gradients(
         *((data,) if tensor is None else (data, tensor)),
     )
     gradients = [_own_gradient(parameter) for parameter, _ in wanted.values()]
-    _sum_in_place(gradients, data)
+    pairs = [(x, placement) for x, (_, placement) in zip(gradients, wanted.values(), strict=True)]
+    is_uneven = any(len({*map(each.local_shape, range(len(each.held)))}) > 1 for _, each in pairs)
+    # an element is rounded by its place among all that are summed together
+    for apart in (True, False):
+        _sum_in_place([x for x, each in pairs if (is_uneven and each.is_alike) == apart], data)
     if tensor is None:
         return
-    pairs = zip(gradients, wanted.values(), strict=True)
-    shared = [(x, placement) for x, (_, placement) in pairs if placement.partial]
+    shared = [(x, placement) for x, placement in pairs if placement.partial]
     wholes = [placement.spread(x, tensor.rank) for x, placement in shared]
     _sum_in_place(wholes, tensor)
     for (x, placement), whole in zip(shared, wholes, strict=True):
@@ -202,9 +213,16 @@ def reduce_gradients(
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
     """Return `parameter.grad`, after replacing None by zeros and overlapping memory by a copy."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        parameter.grad = gradient_of(parameter)
     elif overlaps(parameter.grad):
         parameter.grad = parameter.grad.contiguous()
+    return parameter.grad
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return `parameter.grad`, or new zeros of the dtype that it would have."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return parameter.grad
 
 

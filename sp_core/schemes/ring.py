@@ -257,11 +257,11 @@ class Travel:
         Every rank calls this in every step, also without messages.
 
         Args:
-            messages: two lists, the sends and the receives. Each holds (other rank, contiguous
-                tensor); if the tensor is None, there is no message.
+            messages: two lists, the sends and the receives. Each holds (other rank, tensor),
+                received ones contiguous; if the tensor is None, there is no message.
         """
         sends, recvs = (
-            [(peer, x.view(-1)) for peer, x in some if x is not None] for some in messages
+            [(peer, x.reshape(-1)) for peer, x in some if x is not None] for some in messages
         )
         return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 

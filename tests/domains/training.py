@@ -183,8 +183,8 @@ def judge_pipelined(
     """Compare the loss, the sums of the gradients of all calls, and their norm."""
     wanted, grid = trained(case, wholes, factor=calls), model.grid
     wanted.check("loss", loss.reshape(1))
-    sum_tied_gradients(model)
     reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
+    sum_tied_gradients(model)
     wanted.check_weights(model, gradients=True)
     norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages)
     wanted.check("norm", torch.tensor([norm], dtype=torch.float64))

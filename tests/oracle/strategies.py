@@ -33,7 +33,7 @@ LAYOUTS: dict[str, Callable[..., Sharding]] = {
     "striped": Sharding.striped,
 }
 DRAWN = {**LAYOUTS, "balanced": balanced}
-STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
+STORAGES = ("plain", "transposed", "tokens last", "padded", "spread", "expanded")
 MOST_RANKS = 8  # values that depend on a shard's length are drawn for at most so many ranks
 
 
@@ -196,6 +196,8 @@ def placed(x: Tensor, storage: str) -> Tensor:
     """Return a copy of x (B, S, heads, D) in the named layout; NaN lies beside its elements."""
     if storage == "transposed":
         return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    if storage == "tokens last":
+        return x.movedim(1, 3).clone(memory_format=torch.contiguous_format).movedim(3, 1)
     if storage == "expanded":
         return x[:1].clone().expand_as(x)
     if storage == "padded":
