@@ -24,7 +24,8 @@ from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.nn.dropout import dropout
-from sp_core.nn.replicated import ReplicatedLayer
+from sp_core.nn.memory import tiled
+from sp_core.nn.replicated import ReplicatedLayer, is_plain
 from sp_core.nn.rope import Rope, check_rope, rotation
 from sp_core.schemes import allgather_kv_attention
 from sp_core.sharding import Sharding
@@ -278,13 +279,14 @@ class FeedForward(ReplicatedLayer):
         """Transform x (..., E). Every rank calls this; the method `weights` says what is sent."""
         weights = self.weights(x)
 
-        def transform(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        def transform(x: Tensor) -> Tensor:
             up = self.linear("up", x, weights)
             inner = F.silu(self.linear("gate", x, weights)) * up if self.gated else F.gelu(up)
             return self.linear("down", inner, weights)
 
         chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
-        return self.in_chunks(transform, chunks, weights).view(x.shape)
+        random = not all(map(is_plain, self.children()))  # a replaced sub-layer may have dropout
+        return tiled(transform, chunks, dim=0, reads=weights.values(), random=random).view(x.shape)
 
 
 class TransformerBlock(nn.Module):

@@ -7,7 +7,6 @@ every rank holds the gradient of the sum of all ranks' losses, and equal weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import cast
 from zlib import crc32
 
@@ -20,7 +19,6 @@ from sp_core.arguments import check_communicator, check_positive, check_tensor
 from sp_core.collectives.differentiable import copy_all, describe_all
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
-from sp_core.nn.memory import recomputed
 from sp_core.nn.rope import Rope
 from sp_core.sharding import Sharding, check_sharding
 
@@ -124,57 +122,9 @@ class ReplicatedLayer(nn.Module):
         part = getattr(self, name)
         if is_plain(part):  # a call of the module takes 20 microseconds more
             return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-        start, buffers = f"{name}.", dict(part.named_buffers())
+        start = f"{name}."
         own = {key[len(start) :]: w for key, w in weights.items() if key.startswith(start)}
-        own = {key: w for key, w in own.items() if buffers.get(key) is not w}
-        # the call may change a buffer in place
-        own |= {key: own[key].clone() for key in own.keys() & buffers.keys()}
         return cast("Tensor", functional_call(part, own, (x,)))
-
-    def in_chunks(
-        self,
-        transform: Callable[[Tensor, dict[str, Tensor]], Tensor],
-        chunks: Sequence[Tensor],
-        weights: dict[str, Tensor],
-    ) -> Tensor:
-        """Apply `transform` to each chunk, and concatenate the results along dim 0.
-
-        Of several chunks, backward computes each again (`recomputed`). Replaced sub-layers then
-        draw the same random numbers, and find the buffers that they had in the forward.
-
-        Args:
-            transform: a function that calls `linear`, of a chunk and the tensors for `linear`.
-            chunks: the parts of the input.
-            weights: the parameters that the method `weights` has returned.
-        """
-        if len(chunks) == 1:
-            return transform(chunks[0], weights)
-        random, done = not all(map(is_plain, self.children())), list[Tensor]()
-        for chunk in chunks:
-            given, before, reads = dict(weights), _Buffers(self), weights.values()
-            done.append(recomputed(transform, chunk, given, reads=reads, random=random))
-            given |= before.values()  # for the second call
-        return torch.cat(done)
-
-
-class _Buffers:
-    """Hold the buffers of a module with their values of now."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._held = {name: (x, _version(x), x.clone()) for name, x in module.named_buffers()}
-
-    def values(self) -> dict[str, Tensor]:
-        """Return the values by name: a copy for a buffer that has changed, else the buffer."""
-        return {
-            name: x if _version(x) == version else copied
-            for name, (x, version, copied) in self._held.items()
-        }
-
-
-def _version(x: Tensor) -> int:
-    """Return how often a tensor was changed in place, if torch counts that."""
-    return 0 if x.is_inference() else x._version
 
 
 def is_plain(part: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
