@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -12,6 +13,9 @@ import torch
 from domains.declared import normal
 from llama_cases import Case
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_core as sp
@@ -279,6 +283,57 @@ def test_a_weight_that_changes_before_the_backward_has_no_part_in_it(
             wanted = wanted or found
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         assert wanted
+
+
+class Scaled(torch.nn.Linear):
+    """Multiply by a buffer that becomes another tensor in every call."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = self.scale + 1
+        return F.linear(x, self.weight, self.bias) * self.scale
+
+
+STATEFUL: dict[str, Callable[[sp.FeedForward], object]] = {
+    "a buffer changed in place": lambda layer: spectral_norm(layer.up),
+    "a buffer replaced": lambda layer: setattr(layer, "up", Scaled()),
+    "a buffer that does not change": lambda layer: spectral_norm(layer.eval().up),
+}
+
+
+@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("change", STATEFUL)
+@spmd(1, 2)
+def test_the_gradient_of_a_chunk_is_that_of_the_buffers_that_it_began_with(
+    comm: Any, change: str, lent: bool
+) -> None:
+    """If lent, `functional_call` gives the buffers and takes them back before the backward."""
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        torch.manual_seed(0)
+        chunked = sp.FeedForward(4, 8, comm=mesh["sp"], chunk=2)
+        STATEFUL[change](chunked)
+        whole, x = copy.deepcopy(chunked), normal(0, (1, 6, 4), "float32")
+        whole.chunk = None
+        outs, states = [], []
+        for layer, parts in ((chunked, [x]), (whole, x.split(2, 1))):
+            state = {name: buffer * 3 for name, buffer in layer.named_buffers()} if lent else {}
+            outs.append([functional_call(layer, state, (part,)) for part in parts])
+            states.append([*state.values(), *layer.buffers()])
+        first, second = (torch.cat(out, 1) for out in outs)
+        assert torch.equal(first, second)
+        for _ in range(2):
+            for out in (first, second):
+                out.square().sum().backward(retain_graph=True)
+        for a, b in zip(chunked.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+        for a, b in zip(*states, strict=True):
+            assert torch.equal(a, b)
+        assert all(map(torch.equal, chunked.buffers(), whole.buffers()))
 
 
 @spmd(3)

@@ -56,9 +56,6 @@ def attended(
 
     Returns:
         (B, S, H*D).
-
-    Communication:
-        The messages of `attend`.
     """
     q, k, v = (y.unflatten(2, (-1, head_dim)) for y in projected)
     if rotate is not None:
@@ -245,7 +242,8 @@ class FeedForward(ReplicatedLayer):
         gated: whether to use SwiGLU, silu(x W_gate) * (x W_up), in place of gelu(x W_up).
         bias: whether the linear layers have a bias.
         chunk: how many tokens to compute at a time, at least 1; None for all. Of several chunks,
-            backward computes each again, so the F features of only one exist at a time.
+            backward computes each again, so the F features of only one exist at a time. If a
+            replaced sub-layer has buffers, those of all chunks are kept for backward.
         device, dtype: those of the weights.
 
     Raises:
@@ -286,6 +284,8 @@ class FeedForward(ReplicatedLayer):
 
         chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
         random = not all(map(is_plain, self.children()))  # a replaced sub-layer may have dropout
+        if random and [*self.buffers()]:  # a second call could find others
+            return torch.cat([*map(transform, chunks)]).view(x.shape)
         return tiled(transform, chunks, dim=0, reads=weights.values(), random=random).view(x.shape)
 
 
