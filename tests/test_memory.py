@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from llama_cases import Case
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +26,7 @@ from sp_core.nn import memory
 from sp_core.nn.block import ParallelBlock
 from sp_core.nn.loss import next_token_loss
 from sp_core.schemes import SCHEMES
-from sp_core.testing import LiveBytes, device, spmd
+from sp_core.testing import LiveBytes, device, run_threads, spmd
 
 HIDDEN, HEADS, FFN = 16, 4, 24
 
@@ -334,6 +335,22 @@ def test_the_gradient_of_a_chunk_is_that_of_the_buffers_that_it_began_with(
         for a, b in zip(*states, strict=True):
             assert torch.equal(a, b)
         assert all(map(torch.equal, chunked.buffers(), whole.buffers()))
+
+
+def test_hooks_of_all_modules_run_for_linear_sub_layers() -> None:
+    def body(comm: Any) -> list[float]:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            layer, x = sp.FeedForward(4, 8, comm=mesh["sp"]), torch.ones(1, 2, 4)
+            return [float(y.detach().abs().sum()) for y in (layer(x), layer.up(x))]
+
+    def zeros(part: torch.nn.Module, given: Any, out: Tensor) -> Any:
+        return out * 0 if type(part) is torch.nn.Linear else out
+
+    hook: Any = register_module_forward_hook(cast("Any", zeros))
+    try:
+        assert run_threads(2, body) == [[0.0, 0.0]] * 2
+    finally:
+        hook.remove()
 
 
 @spmd(3)
