@@ -31,6 +31,28 @@ def test_what_is_counted_is_what_the_table_says(comm: Any) -> None:
     assert counters.differences(found, {name: table[name] for name in found}) == []
 
 
+@pytest.mark.parametrize("form", ["call", "start", "plan"])
+@spmd(1, 2)
+def test_the_seconds_of_a_collective_have_what_it_does_at_its_start(comm: Any, form: str) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"], algorithm="ring")
+        begun = time.perf_counter()
+        real = plan._bound.begin
+
+        def late(**how: Any) -> Any:
+            time.sleep(0.02)
+            return real(**how)
+
+        vars(plan._bound)["begin"] = late
+        mesh["sp"].counters.reset()
+        if form == "plan":
+            plan.run()
+        else:
+            mesh["sp"].wait(plan._bound.start(once=form == "call"), "all_reduce")
+        seconds = mesh["sp"].counters["all_reduce"].seconds
+        assert 0.02 <= seconds <= time.perf_counter() - begun
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "window", "mpi"], ids="by {}".format)
 @spmd(2)
 def test_no_call_counts_more_seconds_than_the_clock(comm: Any, algorithm: Any) -> None:

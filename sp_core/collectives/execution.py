@@ -114,7 +114,9 @@ class Ready(ABC):
 
     def start(self, *, once: bool = False) -> Handle:
         """Do what `begin` does, and let `comm.poll` test the handle."""
-        return self.comm.track(self.begin(once=once))
+        begun, running = time.perf_counter(), self.begin(once=once)
+        self.comm.counters[self.name].seconds += time.perf_counter() - begun
+        return self.comm.track(running)
 
     def run(self, *, once: bool = False) -> None:
         """Run the collective to its end, and add the wall time to the counters of `comm`.

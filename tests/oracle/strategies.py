@@ -33,7 +33,7 @@ LAYOUTS: dict[str, Callable[..., Sharding]] = {
     "striped": Sharding.striped,
 }
 DRAWN = {**LAYOUTS, "balanced": balanced}
-STORAGES = ("plain", "transposed", "tokens last", "padded", "spread", "expanded")
+STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
 MOST_RANKS = 8  # values that depend on a shard's length are drawn for at most so many ranks
 
 
