@@ -31,9 +31,9 @@ from sp_core.errors import DtypeError, ShapeError
 from sp_core.llama.config import check_tokens
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
-from sp_core.nn.gradients import gradient_of
 from sp_core.nn.loss import IGNORED
 from sp_core.nn.memory import Saving
+from sp_core.nn.replicated import gradient_of
 from sp_core.scheduling.pipeline import (
     Order,
     check_orders,

@@ -28,6 +28,7 @@ from sp_core.collectives.build import SUMMABLE
 from sp_core.collectives.maps import overlaps
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
+from sp_core.nn.replicated import gradient_of
 from sp_core.segments import concatenated, split_ranges
 
 
@@ -216,13 +217,6 @@ def _own_gradient(parameter: nn.Parameter) -> Tensor:
         parameter.grad = gradient_of(parameter)
     elif overlaps(parameter.grad):
         parameter.grad = parameter.grad.contiguous()
-    return parameter.grad
-
-
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return `parameter.grad`, or new zeros of the dtype that it would have."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return parameter.grad
 
 

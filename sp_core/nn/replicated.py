@@ -176,3 +176,10 @@ def learning(module: nn.Module) -> str:
     """Return a text that is equal on ranks on which the same weights have requires_grad."""
     flags = [weight.requires_grad for weight in module.parameters()]
     return f"{sum(flags)} of {len(flags)} weights learn #{crc32(bytes(flags)):08x}"
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return `parameter.grad`, or new zeros of the dtype that it would have."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    return parameter.grad

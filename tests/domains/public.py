@@ -29,7 +29,6 @@ OUTSIDE = {
     "collectives.api": "a module, whose functions have domains",
     "collectives.differentiable": "a module, whose functions have domains",
     "gradients.Placement.is_alike": "`reduce_gradients` reads it",
-    "gradients.gradient_of": "`reduce_gradients` and `sum_tied_gradients` call it",
     "integrations.transformers": "hf/test_parallelize*.py call it, where transformers is",
     "llama.Llama.check_parts": "the calls of a model make it; refusals/decoders.py changes a part",
     "llama.Llama.join_weights": "`Decoder` calls it",
