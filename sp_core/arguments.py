@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,13 @@ def _is_whole(value: Any) -> bool:
 
 def _is_real(value: Any) -> bool:
     """Return whether `value` is a real number; not a finite one that a float cannot hold."""
-    with suppress(OverflowError):
-        return isinstance(value, Real) and not isinstance(value, bool) and float(value) is not None
-    return False
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _is_number(value: Any) -> bool:

@@ -337,9 +337,8 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
     if nodes is None and not given:
         return []
     nodes = str(given).split(",") if nodes is None else nodes
-    several = hasattr(nodes, "__iter__") and getattr(
-        nodes, "ndim", True
-    )  # an array may have no dim
+    # an array without dims has the method, but cannot be iterated over
+    several = hasattr(nodes, "__iter__") and getattr(nodes, "ndim", True)
     texts = list(map(str, nodes)) if several else [repr(nodes)]
     if size not in (None, len(texts)) or not all(re.fullmatch(r"\s*-?\d+\s*", x) for x in texts):
         raise ValueError(

@@ -141,9 +141,9 @@ class Setting(msgspec.Struct, frozen=True):
 
 FAULTS = {
     "gradients of norms are not reduced": (
-        *(of_weights, "reduce_gradients", "    gradients = [_own_gradient"),
+        *(of_weights, "reduce_gradients", "    pairs = [(_own_gradient"),
         "    wanted = {n: pair for n, pair in wanted.items() if pair[0].dim() > 1}\n"
-        "    gradients = [_own_gradient",
+        "    pairs = [(_own_gradient",
     ),
     "a mean of the ranks' means": (
         *(loss, "next_token_loss", "int(all_reduce(valid.sum(), comm=data))"),

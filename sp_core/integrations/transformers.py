@@ -167,21 +167,21 @@ class _Parallel:
         """Replace whole sequences by this rank's shards. Return the forward's (args, kwargs)."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         comm, items = self._grid.sequence, given.get("num_items_in_batch")
-        kind = type(model).__name__
+        kind, learns = type(model).__name__, learning(model)
 
         def call() -> str:
             whole = [given.get(name) for name in WHOLE]
             return (
                 f"{kind}.forward of {tuple(given['input_ids'].shape)} tokens "
                 f"#{digest(*whole)}, grad={torch.is_grad_enabled()}, training={model.training}, "
-                f"{learning(model)}"
+                f"{learns}"
             )
 
         with agreeing_in_turn() as agree_on:
             agree_on(comm, call, lambda: _check_inputs(model, given, comm))
             counts = agree_on(
                 self._grid.replicas,
-                lambda: f"{kind}.forward, counted={items is not None}, {learning(model)}",
+                lambda: f"{kind}.forward, counted={items is not None}, {learns}",
                 lambda: int(items or 0),
             )
         tokens, positions, documents = given["input_ids"], *positions_of(given)

@@ -196,8 +196,7 @@ def reduce_gradients(
         # data first: a rank that was called without `tensor` gets errors of other ranks only there
         *((data,) if tensor is None else (data, tensor)),
     )
-    gradients = [_own_gradient(parameter) for parameter, _ in wanted.values()]
-    pairs = [(x, placement) for x, (_, placement) in zip(gradients, wanted.values(), strict=True)]
+    pairs = [(_own_gradient(parameter), placement) for parameter, placement in wanted.values()]
     is_uneven = any(len({*map(each.local_shape, range(len(each.held)))}) > 1 for _, each in pairs)
     # an element is rounded by its place among all that are summed together
     for apart in (True, False):
