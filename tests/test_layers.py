@@ -17,7 +17,7 @@ import pytest
 import torch
 from domains.declared import normal
 from domains.numeric import uniform
-from oracle.changed_parts import CHANGES
+from oracle.changed_parts import CHANGES, PARTS
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -159,12 +159,6 @@ def test_a_block_between_layers_of_torch_has_the_gradients_of_one_process(comm: 
             torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9)
 
 
-CHANGED = (
-    *(f"attention.{name}_proj" for name in "qkvo"),
-    *(f"feed_forward.{name}" for name in ("gate", "up", "down")),
-)
-
-
 def results(
     group: sp.Communicator, names: Iterable[str], change: Callable[[nn.Linear], nn.Module]
 ) -> list[Tensor]:
@@ -190,9 +184,11 @@ def test_a_changed_part_of_a_layer_computes_what_it_computes_on_one_device(
     comm: Any, change: str
 ) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        for names in (*((name,) for name in CHANGED), CHANGED):
+        for names in (*((name,) for name in PARTS), PARTS):
             found, wanted = (results(mesh[x], names, CHANGES[change]) for x in ("sp", ()))
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+            # The gradient of k's bias is zero: what is left are rounding errors of large terms.
+            largest = max(part.abs().max().item() for part in wanted)
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-14 * largest)
             plain = results(mesh[()], (), CHANGES[change])
             assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
 

@@ -79,3 +79,9 @@ CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
     ),
 }
 """Changes of a linear layer inside another layer."""
+
+PARTS = (
+    *(f"attention.{name}_proj" for name in "qkvo"),
+    *(f"feed_forward.{name}" for name in ("gate", "up", "down")),
+)
+"""Names of the linear layers of a transformer block."""
