@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -229,3 +230,22 @@ def test_a_launch_has_the_exit_code_of_its_session_else_of_mpiexec(
     made.end.assert_called_once_with()
     assert constructed.call_args.args[:3] == (2, ["tool"], ["-x"])
     assert constructed.call_args.args[4] == 0.5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *command_module.ENDING])
+def test_another_signal_waits_until_the_ranks_are_ended(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a second Ctrl-C leaves ranks that nobody watches."""
+    ended = []
+
+    def end() -> None:
+        os.kill(os.getpid(), number)
+        ended.append(number)
+
+    made = Mock(run_dir=tmp_path, end=end)
+    made.trouble.side_effect = KeyboardInterrupt
+    monkeypatch.setattr(command_module, "Launch", Mock(return_value=made))
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        command_module.run(1, ["tool"], timeout=1.0)
+    assert ended == [number]

@@ -21,7 +21,7 @@ from sp_core.launch.deaths import mpi_file, shared_files
 
 
 def test_files_in_shared_memory_that_a_process_has_mapped_are_found() -> None:
-    path = Path(f"/dev/shm/mpich_shm_{os.getpid()}")
+    path = Path(os.fsdecode(b"/dev/shm/mpich_shm_\xd0%d" % os.getpid()))  # a name that is no UTF-8
     try:
         with path.open("w+b") as file:
             file.truncate(mmap.PAGESIZE)
@@ -78,9 +78,10 @@ def test_the_kernel_knows_how_a_child_has_ended(command: str) -> None:
 def family(tmp_path: Path) -> Iterator[dict[str, int]]:
     """Return a leader with a child and, in a session of its own, a grandchild; two more processes.
 
-    The two are not of the leader's session. SP_RUN_DIR of the "orphan" names `tmp_path`.
+    The two are not of the leader's session. SP_RUN_DIR of the "orphan" names `tmp_path`. The name
+    of the grandchild is no UTF-8: the system has cut it inside a letter.
     """
-    name = tmp_path / "a) T (b"
+    name = tmp_path / "a) T (b1234567\u0431"
     name.symlink_to(shutil.which("sleep") or "")
     program = f"""
 import os, subprocess
@@ -102,7 +103,7 @@ outer.wait()
     children = Path(f"/proc/{outer}/task/{outer}/children")
     wait_for(lambda: children.read_text().split())
     inner = int(children.read_text())
-    wait_for(lambda: Path(f"/proc/{inner}/comm").read_text() == "a) T (b\n")
+    wait_for(lambda: Path(f"/proc/{inner}/comm").read_bytes() == b"a) T (b1234567\xd0\n")
     wait_for(lambda: deaths.stat(inner)[:1] == ["S"])
     yield {"leader": leader.pid, "outer": outer, "inner": inner} | {
         name: one.pid for name, one in started.items()

@@ -286,6 +286,16 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Hold back the signals that end this process, such as a second Ctrl-C, until the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *ENDING))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequence[str] = ()) -> int:
     """Run a command on several ranks until it ends or its time limit is reached.
 
@@ -329,7 +339,8 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
             elif ended and not (launch.run_dir / STARTED).exists():
                 print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
         finally:
-            launch.end()
+            with _signals_held_back():
+                launch.end()
         told = int(result.read_text()) if result.exists() and not reason else 0
         return told or abs(ended or int(bool(reason)))
 

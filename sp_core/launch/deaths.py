@@ -286,7 +286,8 @@ def stat(pid: int | str) -> list[str]:
     Return [] if the process does not exist any more.
     """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        # the system may have cut the name inside a letter
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
     except OSError:
         return []
 
@@ -342,8 +343,8 @@ def shared_files(leader: int) -> set[Path]:
     found: set[Path] = set()
     for pid in processes_of(leader):
         with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            found.update(filter(None, map(mpi_file, maps.splitlines())))
+            maps = os.fsdecode(Path(f"/proc/{pid}/maps").read_bytes())
+            found.update(filter(None, map(mpi_file, maps.split("\n"))))
     return found
 
 
