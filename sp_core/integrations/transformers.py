@@ -36,7 +36,7 @@ from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_loss
-from sp_core.nn.replicated import learning
+from sp_core.nn.replicated import check_hooks, learning
 from sp_core.sharding import Sharding
 
 NAME = "sp_core"
@@ -329,11 +329,8 @@ def _checked(model: Any, mesh: Mesh, layout: str) -> list[Tensor]:
 
 def _check_config(model: Any) -> None:
     """Raise a ValueError for settings or hooks of a model that need all tokens on one rank."""
-    if torch.is_grad_enabled() and any(p._post_accumulate_grad_hooks for p in model.parameters()):
-        raise ValueError(
-            "a weight has a post-accumulate-grad hook, which would see only this rank's part of "
-            "the gradient. Remove it, and step the optimizer after backward."
-        )
+    if torch.is_grad_enabled():
+        check_hooks(model)
     outputs = ("output_attentions", "output_router_logits")
     wrong = [f"{name}=True" for name in outputs if getattr(model.config, name, False)]
     wrong += [

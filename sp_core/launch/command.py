@@ -288,7 +288,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Hold back the signals that end this process, such as a second Ctrl-C, until the block ends."""
+    """Hold back signals that end this process, such as a second Ctrl-C, until the block ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *ENDING))
     try:
         yield

@@ -33,6 +33,7 @@ from sp_core.nn.gradients import Placement, placement_of
 from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.memory import KEEP_ALL, Saving
 from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, check_part, join, project
+from sp_core.nn.replicated import check_hooks
 from sp_core.nn.rope import rotation
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
@@ -67,7 +68,7 @@ class Llama(nn.Module):
 
     `load` and `create` return one with weights; `fill` sets them. Parameters have the names of
     Hugging Face's LLaMA without "model.", and a placement (see `sp_core.nn.gradients`). Hooks on
-    projections and on the head are refused, because the model reads their weights itself.
+    projections, the head and gradients are refused: they would see a part, or nothing.
 
     Args:
         config: the architecture.
@@ -114,9 +115,8 @@ class Llama(nn.Module):
         if self.is_last:
             self.norm = Norm(config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp)
         if self.is_last and not config.tie_word_embeddings:
-            self.lm_head = Weight(
-                Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype
-            )
+            shape = config.vocab_size, config.hidden_size
+            self.lm_head = Weight(Placement.split(shape, 0, comm.size), comm, dtype)
         slots = split_heads(*heads, comm.size)[1][comm.rank]
         self.kv_heads = sorted(set(slots))
         self.slots = (
@@ -155,7 +155,9 @@ class Llama(nn.Module):
             parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
 
     def check_parts(self) -> None:
-        """Raise TypeError, on this rank, if a projection or the head was replaced or has hooks."""
+        """Raise an error, on this rank, for a replaced part, or a hook on a part or a gradient."""
+        if torch.is_grad_enabled():
+            check_hooks(self)
         for number in self.own:
             if isinstance(block := self.layers[number], ParallelBlock):
                 block.check_parts(f"layers.{number}")

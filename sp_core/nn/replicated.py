@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from sp_core.arguments import check_communicator, check_positive, check_tensor
+from sp_core.collectives.build import check_summable
 from sp_core.collectives.differentiable import copy_all, describe_all
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
@@ -31,7 +32,7 @@ class ReplicatedLayer(nn.Module):
 
     Subclasses call `weights` in `forward`, and compute with the tensors that it returns. A linear
     sub-layer may be replaced and may have hooks: `linear` calls it. Parameters of a replaced
-    sub-layer may have any dtype, and may be missing.
+    sub-layer may be missing, and have any dtype if they do not learn.
 
     Args:
         hidden: E, the features of a token in the layer's input.
@@ -77,8 +78,8 @@ class ReplicatedLayer(nn.Module):
             TypeError: on every rank, if a sub-layer communicates, because the gradients of its
                 weights would be summed twice.
         """
-        held = dict(self.named_parameters(remove_duplicate=False))
-        parameters: tuple[Tensor, ...] = tuple(held.values())
+        held: dict[str, Tensor] = dict(self.named_parameters(remove_duplicate=False))
+        parameters: tuple[Tensor, ...] = tuple(self.parameters())
         kind = type(self).__name__
 
         def call() -> str:
@@ -88,6 +89,7 @@ class ReplicatedLayer(nn.Module):
                         f"{kind}.{name} is a {type(part).__name__}, which communicates; needed is "
                         f"a layer that does not, such as nn.Linear. Replace the {kind} instead."
                     )
+            check_summable([x for x in parameters if x.requires_grad], self.comm)
             tokens, owned = None, ""
             for each in sharding:
                 check_sharding(each, self.comm, kind)
@@ -106,9 +108,10 @@ class ReplicatedLayer(nn.Module):
             )
 
         self.comm.agree_on(call)
-        if self.comm.size > 1:
-            parameters = copy_all(parameters, self.comm)
-        return dict(zip(held, parameters, strict=True))
+        if self.comm.size == 1:
+            return held
+        copies = dict(zip(parameters, copy_all(parameters, self.comm), strict=True))
+        return {name: copies[weight] for name, weight in held.items()}
 
     def _multiplies(self, name: str) -> bool:
         """Return whether a parameter belongs to no sub-layer that was replaced."""
@@ -123,9 +126,13 @@ class ReplicatedLayer(nn.Module):
         is_hooked = nn.modules.module._has_any_global_hook()
         if is_plain(part) and not is_hooked:  # a call of the module takes 20 microseconds more
             return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-        start = f"{name}."
-        own = {key[len(start) :]: w for key, w in weights.items() if key.startswith(start)}
-        return cast("Tensor", functional_call(part, own, (x,)))
+        # Each module once: `functional_call` does not restore a module that it finds twice.
+        own = {
+            key: weights[f"{name}.{key}"]
+            for path, sub in part.named_modules()
+            for key, _ in sub.named_parameters(path, recurse=False, remove_duplicate=False)
+        }
+        return cast("Tensor", functional_call(part, own, (x,), tie_weights=False))
 
 
 def is_plain(part: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
@@ -170,6 +177,19 @@ def check_input(
         raise DtypeError(
             f"{layer} has weights of {weight.dtype} and was given {x.dtype}. Convert one of them."
         )
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Raise a ValueError, on this rank, if a weight has a hook on its gradient.
+
+    Call it for modules whose gradients are summed over ranks after the backward.
+    """
+    for name, weight in module.named_parameters():
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} has a hook on its gradient, which would see only this rank's part. Remove "
+                "it, and change gradients or step the optimizer after backward."
+            )
 
 
 def learning(module: nn.Module) -> str:

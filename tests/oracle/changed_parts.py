@@ -47,6 +47,34 @@ class Narrow(nn.Module):
         return y if self.low is None else y + self.low(x)
 
 
+class Twice(nn.Module):
+    """A layer with two linear layers of one weight; they may be one module under two names."""
+
+    def __init__(self, part: nn.Linear, same: bool) -> None:
+        super().__init__()
+        self.first = self.second = part
+        if not same:
+            self.second = nn.Linear(part.in_features, part.out_features, dtype=part.weight.dtype)
+            self.second.weight = part.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the two layers, each after a function of its own."""
+        return cast("Tensor", self.first(x).sin() + self.second(x).tanh())
+
+
+class Scaled(nn.Module):
+    """A linear layer and a parameter `scale` of another dtype, which multiplies what it returns."""
+
+    def __init__(self, part: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.part, self.scale = part, nn.Parameter(torch.ones(1).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the real part of the scale."""
+        scale = self.scale.real if self.scale.is_complex() else self.scale
+        return cast("Tensor", self.part(x) * scale.to(x.dtype))
+
+
 def patched(part: nn.Linear) -> nn.Linear:
     """Set another forward on a linear layer, as some libraries do."""
     vars(part)["forward"] = lambda x: nn.Linear.forward(part, x).cos()
@@ -61,6 +89,8 @@ def hooked(name: str, hook: Callable[..., Any], part: nn.Linear) -> nn.Linear:
 
 CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "another class": Adapted,
+    "one layer under two names": partial(Twice, same=True),
+    "two layers of one weight": partial(Twice, same=False),
     **{
         f"{dtype} {'parameters' if low else 'buffers'}": partial(Narrow, dtype=dtype, low=low)
         for dtype in (torch.int8, torch.bfloat16)

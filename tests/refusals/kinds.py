@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from oracle.changed_parts import CHANGES
+from oracle.changed_parts import CHANGES, Scaled
 from refusals.calls import Table, Wrong, attention, call, comm_of, scheme
 from refusals.pure import NESTED
 from torch import Tensor, nn
@@ -136,6 +137,11 @@ def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
         return layer(torch.ones(1, 2, 4))
 
     return wrong
+
+
+def scaled(_: sp.Communicator, dtype: torch.dtype) -> nn.Module:
+    """Return a part of a layer that has a weight of another dtype."""
+    return Scaled(nn.Linear(4, 16), dtype)
 
 
 def changed(kind: Any, change: Callable[[Any], Any], use: Callable[[Any], Any]) -> Wrong:
@@ -292,6 +298,14 @@ ON_ONE_RANK: Table = {
             "FeedForward.up.1 is a RMSNorm, which communicates; needed is",
             replaced(lambda comm: nn.Sequential(nn.Linear(4, 16), sp.RMSNorm(16, comm=comm))),
         ),
+        **{
+            f"a part of a layer with a weight of {dtype}": (
+                sp.DtypeError,
+                f"dtype {dtype}; needed is one of float64, float32, float16, bfloat16",
+                replaced(partial(scaled, dtype=dtype)),
+            )
+            for dtype in (torch.complex64, torch.complex128, torch.float8_e5m2)
+        },
         "a part of a layer with other weights": (
             sp.CollectiveMismatch,
             "FeedForward",

@@ -124,6 +124,17 @@ def frozen() -> dict[str, Row]:
     }
 
 
+def hooked(call: Callable[[Llama], object], name: str) -> Wrong:
+    """Return a call of a model of which a weight on the last rank has a hook on its gradient."""
+
+    def convert(mesh: sp.Mesh, here: bool) -> object:
+        model = CASE.model(mesh)
+        getattr(model.norm.weight, name)(Tensor.neg_) if here else None
+        return call(model)
+
+    return convert
+
+
 EVERYWHERE: Table = {
     "ring": {
         "an empty sequence": (
@@ -177,6 +188,15 @@ EVERYWHERE: Table = {
 ON_ONE_RANK: Table = {
     "dp": {
         **conversions("dp"),
+        **{
+            f"{what} of a weight after {name}": (
+                ValueError,
+                "norm.weight has a hook on its gradient, which",
+                hooked(CALLS[what][0], name),
+            )
+            for name in ("register_hook", "register_post_accumulate_grad_hook")
+            for what in ("a forward", "a backward", "a pipeline")
+        },
         **frozen(),
         "a layout of the tokens of one replica": (
             sp.ShapeError,
