@@ -18,7 +18,15 @@ from sp_core.errors import DeviceError, NotCopied, RankError, short_text
 from sp_core.observer import LEFT_TAG, observer_of
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
+from sp_core.transport import (
+    Handle,
+    HostWrapper,
+    Messages,
+    Transfer,
+    make_transport,
+    make_window,
+    wait,
+)
 from sp_core.transport.base import Intracomm, resumed
 from sp_core.transport.host import MpiCounter
 
@@ -316,7 +324,7 @@ class Communicator(NotCopied):
             return
         try:
             if not is_agreed:
-                wait(agreement.Questions(self.ask_to_free()), self.poll)
+                wait(Transfer([one.is_answered for one in self.ask_to_free()]), self.poll)
             for handle in self._pending:
                 wait(handle, self.poll, self.look)
         except RankError as error:
