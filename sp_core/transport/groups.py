@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import cached_property, partial
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -26,13 +27,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from sp_core.errors import LEFT, PeerFailed, RankError, short_text
 from sp_core.launch.deaths import stat
-from sp_core.observer import Observer, observer_of
+from sp_core.observer import Observer
 from sp_core.transport.base import Intracomm, Transfer, wait
 from sp_core.transport.distributed import DistributedTransport, is_complete
 from sp_core.transport.host import Array, HostTransport
 from sp_core.transport.shared import this_machine
 
-CPU = torch.device("cpu")
 WATCH_SECONDS = 0.1
 """Shortest time between two looks for ranks that have left or died."""
 
@@ -69,12 +69,24 @@ class GroupComm(Observer):
                 f"{short_text(error)} See what the other ranks say."
             ) from error
 
-    def Iallgather(self, send: Array, recv: Array) -> Request:
+    def Iallgather(
+        self, send: Array, recv: Array, after: Callable[[], object] | None = None
+    ) -> Request:
         """Begin to gather flat arrays of one length from all ranks, as mpi4py's `Iallgather`.
 
         Each rank receives from every other rank directly. So if a rank dies, all others notice.
+
+        Args:
+            send: flat array of the same length on all ranks.
+            recv: flat array of `size` times that length.
+            after: called once the exchange is complete.
         """
-        return self._exchange(send, recv)
+        packed = torch.from_numpy(np.tile(send.view(np.uint8), self.size))
+        into = torch.from_numpy(recv.view(np.uint8))
+        work = self.group.alltoall_base(into, packed, [], [])
+        return Request(
+            [partial(is_complete, work, "an exchange", self.watch)], (into, packed), after
+        )
 
     def Iallreduce(self, send: Array, recv: Array) -> Request:
         """Begin to sum flat arrays over the ranks, as mpi4py's `Iallreduce`.
@@ -82,7 +94,7 @@ class GroupComm(Observer):
         Each rank receives all arrays directly from their ranks, as in `Iallgather`, and adds them.
         """
         rows = np.empty((self.size, send.size), send.dtype)
-        return self._exchange(send, rows.reshape(-1), partial(np.sum, rows, 0, out=recv))
+        return self.Iallgather(send, rows.reshape(-1), partial(np.sum, rows, 0, out=recv))
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """Return the list of all ranks' picklable objects, as mpi4py's `allgather`."""
@@ -181,12 +193,14 @@ class GroupComm(Observer):
         }
         return {rank: pid for rank, (place, pid) in told.items() if place == this_machine()}
 
-    def make_counter(self) -> StoreCounter:
+    def make_counter(self) -> Any:
         """Return a counter in the store, whose `take` gives each number to one rank only.
 
-        Every rank calls this.
+        Every rank calls this. While a rank calls `take`, other ranks need not call anything.
         """
-        return StoreCounter(self._store, f"{self._name}.{next(self._children)}")
+        name = f"{self._name}.{next(self._children)}"
+        # `free` does nothing, because other ranks may still call `take`
+        return SimpleNamespace(take=lambda: int(self._store.add(name, 1)) - 1, free=lambda: None)
 
     def make_transport(self, name: str, poll: Callable[[], None]) -> DistributedTransport:
         """Return a transport of host tensors that sends collectives and messages by gloo.
@@ -196,39 +210,13 @@ class GroupComm(Observer):
             poll: called without arguments, again and again while a rank waits.
         """
         comm = cast("Intracomm", self)
-        return DistributedTransport(comm, self.group, HostTransport(comm), CPU, poll, name)
+        return DistributedTransport(
+            comm, self.group, HostTransport(comm), torch.device("cpu"), poll, name
+        )
 
     def _made(self, name: str, rank: int, size: int) -> GroupComm:
         """Return a new communicator, whose name in the store begins with this one's name."""
         return GroupComm(self._store, f"{self._name}.{name}", rank, size, self._limit)
-
-    def _exchange(
-        self, send: Array, recv: Array, after: Callable[[], object] | None = None
-    ) -> Request:
-        """Begin to send the array `send` to every rank, and gather all ranks' arrays in `recv`.
-
-        Args:
-            send: flat array of the same length on all ranks.
-            recv: flat array of `size` times that length.
-            after: called once the exchange is complete.
-        """
-        packed = torch.from_numpy(np.tile(send.view(np.uint8), self.size))
-        into = torch.from_numpy(recv.view(np.uint8))
-        work = self.group.alltoall_base(into, packed, [], [])
-        return self._request(work, "an exchange", (into, packed), after)
-
-    def _request(
-        self, work: Any, what: str, keep: object, after: Callable[[], object] | None = None
-    ) -> Request:
-        """Return the request of a transfer that gloo has begun.
-
-        Args:
-            work: torch's handle of the transfer.
-            what: describes the transfer in errors.
-            keep: buffers to keep alive until the end.
-            after: called once the transfer is complete.
-        """
-        return Request([partial(is_complete, work, what, self.watch)], keep, after)
 
     def _message(
         self, post: Callable[..., Any], buf: Array, peer: int, tag: int, what: str
@@ -240,7 +228,8 @@ class GroupComm(Observer):
         if not buf.size:  # both sides know the length
             return Request([])
         flat = torch.from_numpy(buf.view(np.uint8))
-        return self._request(Waited(partial(post, [flat], peer, tag)), what, flat)
+        work = Waited(partial(post, [flat], peer, tag))
+        return Request([partial(is_complete, work, what, self.watch)], flat)
 
 
 class Request(Transfer):
@@ -278,30 +267,6 @@ class Waited:
             self._ended.set_result(work.wait())
         except RuntimeError as error:
             self._ended.set_exception(error)
-
-
-class StoreCounter:
-    """Hand out the numbers 0, 1, 2, ..., each to only one rank: the one that asks next.
-
-    The store of torch.distributed keeps the number and adds 1 to it.
-
-    Args:
-        store: a torch.distributed key-value store.
-        name: the key of the number in the store.
-    """
-
-    def __init__(self, store: Any, name: str) -> None:
-        self._store, self._name = store, name
-
-    def take(self) -> int:
-        """Return the next number, which no other rank gets. Other ranks need not call anything."""
-        return int(self._store.add(self._name, 1)) - 1
-
-    def free(self) -> None:
-        """Do nothing, because other ranks may still call `take`."""
-
-
-observer_of.register(GroupComm, lambda comm: comm)
 
 
 def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
