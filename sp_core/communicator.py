@@ -27,7 +27,7 @@ from sp_core.transport import (
     make_window,
     wait,
 )
-from sp_core.transport.base import Intracomm, resumed
+from sp_core.transport.base import Intracomm
 from sp_core.transport.host import MpiCounter
 
 if TYPE_CHECKING:
@@ -165,8 +165,14 @@ class Communicator(NotCopied):
 
     def track(self, handle: Handle) -> Handle:
         """Let `poll` test `handle` until it is complete. Return one that any thread may use."""
+        # torch refuses to write tensors of inference mode elsewhere; a poll may come from anywhere
+        test = (
+            torch.inference_mode()(handle.test)
+            if torch.is_inference_mode_enabled()
+            else handle.test
+        )
         with self._progress.lock:
-            self._pending.append(tracked := progress.Locked(resumed(handle), self._progress.lock))
+            self._pending.append(tracked := progress.Locked(test, self._progress.lock))
             self._progress.add(self)
         return tracked
 
