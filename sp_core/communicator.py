@@ -114,21 +114,16 @@ class Communicator(NotCopied):
         state = "freed" if self._freed else self.transport.name if self.is_made else "not used yet"
         return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
 
-    def prepare(
-        self, operation: Operation, send: Tensor | None, recv: Tensor | None
-    ) -> Callable[[], None]:
-        """Return a function that runs `operation` from `send` into `recv` whenever it is called."""
-        call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
+    def run(self, operation: Operation, call: Callable[[], object]) -> None:
+        """Run a collective by `call`, and count it, its bytes and its time.
 
-        def run() -> None:
-            self.ensure_open()
-            count = self.counters[operation.op]
-            count.add(bytes_sent=bytes_sent)
-            start = time.perf_counter()
-            call()
-            count.seconds += time.perf_counter() - start
-
-        return run
+        `call` is what the transport's `prepare` has returned for `operation`.
+        """
+        count = self.counters[operation.op]
+        count.add(bytes_sent=operation.bytes_sent)
+        start = time.perf_counter()
+        call()
+        count.seconds += time.perf_counter() - start
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Start a collective from `send` into `recv`. Return a handle to pass to `wait`."""

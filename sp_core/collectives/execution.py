@@ -214,13 +214,13 @@ class Library(Ready):
         if self.operation.op == "shift":
             self.comm.wait(self.begin(), self.name)
         else:
-            self._call()
+            self.comm.run(self.operation, self._call)
 
     @cached_property
     def _call(self) -> Work:
         """Return the function that runs the collective, prepared once."""
         with torch.inference_mode(False):  # later runs may be outside of that mode
-            return self.comm.prepare(self.operation, *self._buffers)
+            return self.comm.transport.prepare(self.operation, *self._buffers)
 
 
 @dataclass(frozen=True)
