@@ -18,16 +18,8 @@ from sp_core.errors import DeviceError, NotCopied, RankError, short_text
 from sp_core.observer import LEFT_TAG, observer_of
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import (
-    Handle,
-    HostWrapper,
-    Messages,
-    Transfer,
-    make_transport,
-    make_window,
-    wait,
-)
-from sp_core.transport.base import Intracomm
+from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
+from sp_core.transport.base import Intracomm, Transfer
 from sp_core.transport.host import MpiCounter
 
 if TYPE_CHECKING:
@@ -115,10 +107,7 @@ class Communicator(NotCopied):
         return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
 
     def run(self, operation: Operation, call: Callable[[], object]) -> None:
-        """Run a collective by `call`, and count it, its bytes and its time.
-
-        `call` is what the transport's `prepare` has returned for `operation`.
-        """
+        """Run a collective by `call`, which `transport.prepare` has made. Count it and its time."""
         count = self.counters[operation.op]
         count.add(bytes_sent=operation.bytes_sent)
         start = time.perf_counter()
@@ -161,11 +150,9 @@ class Communicator(NotCopied):
     def track(self, handle: Handle) -> Handle:
         """Let `poll` test `handle` until it is complete. Return one that any thread may use."""
         # torch refuses to write tensors of inference mode elsewhere; a poll may come from anywhere
-        test = (
-            torch.inference_mode()(handle.test)
-            if torch.is_inference_mode_enabled()
-            else handle.test
-        )
+        test = handle.test
+        if torch.is_inference_mode_enabled():
+            test = torch.inference_mode()(test)
         with self._progress.lock:
             self._pending.append(tracked := progress.Locked(test, self._progress.lock))
             self._progress.add(self)
