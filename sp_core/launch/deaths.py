@@ -276,8 +276,10 @@ def _status_of(fd: int) -> int | None:
     return None
 
 
-_SHARED = re.compile(r".* (/dev/shm/(mpich_shm_|ucx_shm_posix_|sm_segment\.)[^/]*)")
-"""A line of /proc/PID/maps with a file in shared memory, as MPICH, UCX and Open MPI name it."""
+_SHARED = re.compile(
+    r" (/dev/shm/(?:mpich_shm_|ucx_shm_posix_|sm_segment\.)[^/\n]*)(?<! \(deleted\))$", re.MULTILINE
+)
+"""The files in shared memory in /proc/PID/maps, named as by MPICH, UCX and Open MPI."""
 
 
 def stat(pid: int | str) -> list[str]:
@@ -344,14 +346,5 @@ def shared_files(leader: int) -> set[Path]:
     for pid in processes_of(leader):
         with contextlib.suppress(OSError):
             maps = os.fsdecode(Path(f"/proc/{pid}/maps").read_bytes())
-            found.update(filter(None, map(mpi_file, maps.split("\n"))))
+            found.update(map(Path, _SHARED.findall(maps)))
     return found
-
-
-def mpi_file(line: str) -> Path | None:
-    """Return the path that a line of /proc/PID/maps names, if it is an MPI library's shared memory.
-
-    Return None for every other line.
-    """
-    found = _SHARED.fullmatch(line)
-    return Path(found[1]) if found and not line.endswith(" (deleted)") else None
