@@ -39,9 +39,8 @@ MOVABLE = (*SUMMABLE, torch.bool)
 """Dtypes of the collectives that only move data."""
 NEEDED = object()
 """Stands for the default of an argument that must be given."""
-
-
 Sizes = Sequence[int] | None
+"""One length per rank, or None."""
 
 
 @dataclass(frozen=True)
