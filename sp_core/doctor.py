@@ -15,7 +15,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import TextWrapper, shorten
 from typing import Any, Literal
@@ -24,7 +24,7 @@ import torch
 
 from sp_core import measuring
 from sp_core.collectives.api import all_gather
-from sp_core.errors import DeviceError
+from sp_core.errors import DeviceError, RankError
 from sp_core.launch.command import find_mpiexec
 from sp_core.machine import (
     bounded,
@@ -94,18 +94,24 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
 
 def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Finding]:
     """Yield the findings, with the arguments of `main`. Every rank must iterate to the end."""
-    yield Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}")
-    yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
-    yield _shared_memory()
-    yield _gpus(device)
-    variables = list(_variables())
-    yield from variables
-    yield _mpiexec(measure=measure)  # before MPI sets variables here, which a child inherits
-    yield from _mpi()
-    if _mpi_problem() is None:
-        yield _constants(measure=measure)
-        if all(found.status != "broken" for found in variables):  # else each mesh would be refused
-            yield _nodes()
+    found = [
+        Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}"),
+        Finding("processor", "ok", f"{cpu_model()}, {cores()} cores"),
+        _shared_memory(),
+        _gpus(device),
+        *_variables(),
+        _mpiexec(measure=measure),  # before MPI sets variables here, which a child inherits
+        *_mpi(),
+    ]
+    if _mpi_problem() is not None:
+        yield from found
+        return
+    yield from (found := _of_all_ranks(found))
+    yield _constants(measure=measure)
+    # a mesh would refuse a broken variable
+    if not any(one.subject in VARIABLES and one.status == "broken" for one in found):
+        yield (nodes := _nodes())
+        if nodes.status == "ok":
             yield from _transports(device)
 
 
@@ -128,6 +134,21 @@ def _world() -> Intracomm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+def _of_all_ranks(mine: list[Finding]) -> list[Finding]:
+    """Return the findings of rank 0, then those of other ranks that are broken.
+
+    Every rank calls this. Constants are left out: a mesh reads SP_TUNING on rank 0 only.
+    """
+    first, *others = _world().allgather(mine)
+    broken = {
+        one: replace(one, text=f"rank {rank}: {one.text}")
+        for rank, found in reversed([*enumerate(others, 1)])
+        for one in found
+        if one.status == "broken" and one.subject != "SP_TUNING" and one not in first
+    }
+    return [*first, *broken.values()]
 
 
 @functools.cache
@@ -329,8 +350,12 @@ def _slots(program: str) -> Finding:
 
 def _nodes() -> Finding:
     """Report which ranks share a node."""
-    with _mesh(_world()) as mesh:
-        nodes = mesh["all"].nodes
+    try:
+        with _mesh(_world()) as mesh:
+            nodes = mesh["all"].nodes
+    except RankError as error:  # on every rank
+        remedy = "start all ranks with the same SP_TRANSPORT, SP_ALGORITHM and SP_NODES"
+        return Finding("nodes", "broken", f"no mesh: {error}", remedy)
     each = shorten(" ".join(map(str, nodes)), 200, placeholder=" ...")
     return Finding("nodes", "ok", f"{len(set(nodes))}; node of each rank: {each}")
 
@@ -341,9 +366,9 @@ def _mesh(world: Intracomm, **options: Any) -> Mesh:
 
 
 def _transports(device: str | None) -> Iterator[Finding]:
-    """Yield a finding for each transport: a trial, or a note that there is no device for it."""
+    """Yield a finding for each transport: a trial, or a note that no rank has a device for it."""
     for kind, names in NAMES.items():
-        present = kind == "cpu" or count_devices(kind) > 0
+        present = kind == "cpu" or any(_world().allgather(count_devices(kind)))
         for name in names:
             if present:
                 yield _try(_world(), kind, name)

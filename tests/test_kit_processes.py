@@ -58,7 +58,7 @@ def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(
 def test_the_kernel_knows_how_a_child_has_ended(command: str) -> None:
     """Before its parent asks, and since Linux 6.15 also afterwards; of the living it knows none."""
     child = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)
-    pidfd = os.pidfd_open(child.pid)
+    pidfd = deaths._LIBC.syscall(deaths._PIDFD_OPEN, child.pid, 0)
     expected = {"exit 3": "exit code 3", "true": "exit code 0"}.get(command, "killed by SIGSEGV")
     version = [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]]
     try:
