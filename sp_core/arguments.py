@@ -67,7 +67,8 @@ def _are_strings(value: Any) -> bool:
 
 
 def _has_step(value: Any) -> bool:
-    return callable(getattr(value, "step", None)) and not isinstance(value, type)
+    others = type, torch.optim.LBFGS, torch.optim.lr_scheduler.LRScheduler
+    return callable(getattr(value, "step", None)) and not isinstance(value, others)
 
 
 def _is_sequence(value: Any) -> bool:
@@ -162,7 +163,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or isinstance(value, torch.Generator),
         "a torch.Generator, or None",
     ),
-    "optimizer": (_has_step, "an optimizer of model.parameters()"),
+    "optimizer": (
+        _has_step,
+        "an optimizer of model.parameters() whose step() needs no closure, such as AdamW. Call a "
+        "scheduler's step() yourself, after train_step",
+    ),
     "layout": (callable, "a function that makes a Sharding, such as Sharding.zigzag"),
     "ordering": (callable, "a function of sp_core.scheduling, such as one_forward_one_backward"),
     "on_token": (
