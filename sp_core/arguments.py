@@ -56,6 +56,11 @@ def _are_positions(value: Any) -> bool:
     return isinstance(value, Collection) and not isinstance(value, str) and has_dims
 
 
+def _has_step(value: Any) -> bool:
+    others = type, torch.optim.LBFGS, torch.optim.lr_scheduler.LRScheduler
+    return callable(getattr(value, "step", None)) and not isinstance(value, others)
+
+
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
@@ -159,8 +164,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a torch.Generator, or None",
     ),
     "optimizer": (
-        lambda value: callable(getattr(value, "step", None)) and not isinstance(value, type),
-        "an optimizer of model.parameters()",
+        _has_step,
+        "an optimizer of model.parameters() whose step() needs no closure, such as AdamW. Call a "
+        "scheduler's step() yourself, after train_step",
     ),
     "layout": (callable, "a function that makes a Sharding, such as Sharding.zigzag"),
     "ordering": (callable, "a function of sp_core.scheduling, such as one_forward_one_backward"),
