@@ -112,13 +112,13 @@ def train_step(
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     max_norm = arguments.plain(max_norm)
-
-    def call() -> str:
-        return (
+    dealt = _agree(
+        lambda: (
             f"train_step({max_norm=}, {model.dtype}, {learning(model)}, {settings_of(optimizer)})"
-        )
-
-    dealt = _agree(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
+        ),
+        *(model, sequences, layout, own, window, saving),
+        optimizer=optimizer,
+    )
     loss = _backward(model, saving, *dealt)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
@@ -174,11 +174,10 @@ def backward(
         CollectiveMismatch: ranks with different sequences or frozen weights. All on every rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
-
-    def call() -> str:
-        return f"backward({model.dtype}, {learning(model)})"
-
-    dealt = _agree(call, model, sequences, layout, own, window, saving)
+    dealt = _agree(
+        lambda: f"backward({model.dtype}, {learning(model)})",
+        *(model, sequences, layout, own, window, saving),
+    )
     return _backward(model, saving, *dealt)
 
 
