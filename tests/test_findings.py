@@ -16,8 +16,8 @@ import torch
 from mpi4py import MPI
 
 from sp_core import doctor
-from sp_core.doctor import Finding
 from sp_core.errors import CollectiveMismatch, DeviceError
+from sp_core.findings import Finding
 from sp_core.transport import NAMES
 from sp_core.tuning import FileError
 
