@@ -58,7 +58,8 @@ class LlamaConfig:
         rms_norm_eps: the number added to the mean square in the norms.
         rope_theta, rope_scaling: `base` and `scaling` of `sp_core.nn.rope.Rope`.
         tie_word_embeddings: whether the output layer uses the weight of the embedding.
-        max_position_embeddings: the most tokens that a sequence may have.
+        max_position_embeddings: the most tokens that a sequence may have in `generate`, `Decoder`
+            and `prefill_unequal`. `Llama.forward` and training take longer ones, too.
         eos_token_id: tokens after which generation of a sequence ends; a number, a list or None as
             in a `config.json` becomes a tuple.
 
