@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
 from pathlib import Path
@@ -85,6 +86,17 @@ def test_tensor_ranks_with_unequal_numbers_of_tokens_take_as_many_chunks(comm: A
             sent.append(mesh["tp"].counters["all_reduce"].bytes_sent)
     torch.testing.assert_close(losses, losses[:1] * 4)
     assert sent[3] - sent[2] == 5 * CASE.hidden * 8
+
+
+@spmd(1, 2)
+def test_training_takes_longer_sequences_than_generation(comm: Any) -> None:
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model, sequence = CASE.model(mesh), [*range(1, 9)]
+        loss = backward(model, [sequence])
+        model.config = replace(model.config, max_position_embeddings=4)
+        assert backward(model, [sequence]) == loss
+        with pytest.raises(ValueError, match="exceeds the model's 4 positions"):
+            generate(model, [sequence], max_tokens=1)
 
 
 DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
