@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from threading import Thread
 from typing import Any, cast
 
@@ -59,8 +59,7 @@ class GroupComm(Observer):
     def __init__(self, store: Any, name: str, rank: int, size: int, limit: timedelta) -> None:
         self._store, self._name, self._limit = store, name, limit
         self.rank, self.size, self._children = rank, size, itertools.count()
-        self._next_look = 0.0
-        store.set(f"{name}/{rank}", pickle.dumps((this_machine(), os.getpid())))
+        self._next_look, self._asks, self._near = 0.0, True, dict[int, int]()
         try:
             self.group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, size, limit)
         except RuntimeError as error:
@@ -68,6 +67,12 @@ class GroupComm(Observer):
                 f"rank {rank} of {size} cannot connect to the others over gloo: "
                 f"{short_text(error)} See what the other ranks say."
             ) from error
+        told = self.allgather((this_machine(), os.getpid()))
+        self._near = {  # the process of each other rank on this machine
+            other: pid
+            for other, (machine, pid) in enumerate(told)
+            if other != rank and machine == this_machine()
+        }
 
     def Iallgather(self, send: Array, recv: Array) -> Request:
         """Begin to gather flat arrays of one length from all ranks, as mpi4py's `Iallgather`.
@@ -153,7 +158,8 @@ class GroupComm(Observer):
         """Look for a rank that has left after an error or has died.
 
         This rank asks the store and looks at the processes of its machine, at most once in 0.1 s.
-        Other calls return at once.
+        Other calls return at once. A store that has ended, as it does with the process of torch's
+        rank 0, is not asked again.
 
         Args:
             what: describes the transfer that this rank waits for, in the error.
@@ -164,22 +170,17 @@ class GroupComm(Observer):
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + WATCH_SECONDS
-        if self._store.check([f"{self._name}/left"]):
-            rank = self._store.get(f"{self._name}/left").decode()
-            raise PeerFailed(f"{what} cannot end: {LEFT.format(rank)}")
+        left, key = b"", f"{self._name}/left"
+        try:
+            if self._asks and self._store.check([key]):
+                left = self._store.get(key)
+        except RuntimeError:  # the store has ended
+            self._asks = False
+        if left:
+            raise PeerFailed(f"{what} cannot end: {LEFT.format(left.decode())}")
         dead = [rank for rank, pid in self._near.items() if stat(pid)[:1] in ([], ["Z"], ["X"])]
         if dead:
             raise PeerFailed(f"{what} cannot end: rank {dead[0]} has died; read what it printed.")
-
-    @cached_property
-    def _near(self) -> dict[int, int]:
-        """Map each other rank on this machine to its process id, read from torch's store."""
-        told = {
-            rank: pickle.loads(self._store.get(f"{self._name}/{rank}"))
-            for rank in range(self.size)
-            if rank != self.rank
-        }
-        return {rank: pid for rank, (place, pid) in told.items() if place == this_machine()}
 
     def make_counter(self) -> StoreCounter:
         """Return a counter in the store, whose `take` gives each number to one rank only.
@@ -336,7 +337,7 @@ def communicator_of(given: object) -> GroupComm | None:
     """Return a communicator of the ranks of a torch process group or DeviceMesh.
 
     Exactly these ranks call this. Return None if torch.distributed is not initialised, or if
-    `given` is neither of these nor None.
+    `given` is neither of these nor None, or a group that was destroyed.
 
     Args:
         given: a ProcessGroup; None for the default group; or a DeviceMesh, whose last dimension
@@ -352,10 +353,13 @@ def communicator_of(given: object) -> GroupComm | None:
 
     if not distributed.is_initialized():
         return None
-    if isinstance(given, DeviceMesh):
-        return over_ranks(given.mesh.flatten().tolist(), distributed.default_pg_timeout)
-    group = distributed.group.WORLD if given is None else given
+    ranks = given.mesh.flatten().tolist() if isinstance(given, DeviceMesh) else None
+    group = distributed.group.WORLD if given is None or ranks else given
     if not isinstance(group, distributed.ProcessGroup):
         return None
-    options = group._get_backend(group._device_types[0]).options
-    return over_ranks(distributed.get_process_group_ranks(group), options._timeout)
+    try:
+        ranks = ranks or distributed.get_process_group_ranks(group)
+    except KeyError:  # it was destroyed
+        return None
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return over_ranks(ranks, getattr(options, "_timeout", distributed.default_pg_timeout))
