@@ -217,7 +217,7 @@ def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
 
 
 def test_a_backend_that_names_no_timeout_has_that_of_torch() -> None:
-    import torch.testing._internal.distributed.fake_pg  # registers the backend
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
 
     torch_distributed.init_process_group("fake", store=HashStore(), rank=0, world_size=1)
     try:

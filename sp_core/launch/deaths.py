@@ -93,7 +93,7 @@ class Deaths:
         self._watched[rank] = pid
         try:
             fd = os.pidfd_open(pid)
-        except OSError:  # it ended before the launcher saw it, or the system has no pidfd to give
+        except (OSError, AttributeError):  # it has ended, or system or Python give no pidfd
             self._unreported[rank] = pid
         else:
             self._rank_of[fd], self._pid_of[fd] = rank, pid
