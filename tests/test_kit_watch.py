@@ -115,6 +115,7 @@ def test_the_stacks_of_a_rank_outlive_it(last: str, tmp_path: Path, *, launched:
         texts = {name: file_of(tmp_path, 2, name).read_text() for name in ("stack", "hang")}
         assert file_of(tmp_path, 2, "pid").read_text() == found.stdout.strip()
         assert found.stderr == ""
+        assert file_of(tmp_path, 2, "place").stat().st_size == PLACE_BYTES  # though disks fill up
     expected = {kind if launched else "stderr"} if kind else set()
     assert {name for name, text in texts.items() if 'File "<string>", line 4' in text} == expected
     assert texts["stack" if launched else "stderr"].startswith("told")
@@ -156,6 +157,14 @@ def test_the_last_place_replaces_a_longer_one(
         found, _, rest = file.read().partition(b"\0")
     assert found == b"x" * min(length, 511)
     assert len(found) + len(rest) == 511
+
+
+def test_a_full_disk_is_no_error_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        with pytest.raises(OSError, match="No space left"):
+            full.write(b"x")
+        monkeypatch.setattr(watch, "_watch", SimpleNamespace(place=full.fileno()))
+        watch.note("raised an error")
 
 
 PURELIB, STDLIB = (sysconfig.get_paths()[name] for name in ("purelib", "stdlib"))

@@ -78,6 +78,7 @@ class Watch:
         self.hang, self.stack, self.place, self.flying = (
             os.open(file, os.O_CREAT | os.O_RDWR) for file in (*files, self.directory / IN_FLIGHT)
         )
+        os.posix_fallocate(self.place, 0, PLACE_BYTES)  # so that `note` has room on a full disk
         if run_dir is None:
             atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
             self.hang = self.stack = os.dup(2)
@@ -221,9 +222,13 @@ def progress() -> None:
 
 
 def note(text: str) -> None:
-    """Write `text`, cut to 511 bytes, to this rank's file "place", which outlives the process."""
+    """Write `text`, cut to 511 bytes, to this rank's file "place", which outlives the process.
+
+    An error of the file system is no error of the program, and is ignored.
+    """
     if _watch is not None:
-        os.pwrite(_watch.place, encoded(text)[: PLACE_BYTES - 1] + b"\0", 0)
+        with suppress(OSError):
+            os.pwrite(_watch.place, encoded(text)[: PLACE_BYTES - 1] + b"\0", 0)
 
 
 def encoded(text: str) -> bytes:
