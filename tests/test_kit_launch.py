@@ -101,6 +101,22 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
     assert re.search(counted, text)
 
 
+@pytest.mark.every_mpi
+def test_in_a_shell_of_slurm_ranks_are_started_without_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step of the shell holds the cores, so a second srun would wait for ever."""
+    monkeypatch.delenv("HYDRA_LAUNCHER", raising=False)  # a setting of CI, which users lack
+    (tmp_path / "srun").write_text("#!/bin/sh\n[ $1 = --version ] || exit 9\necho slurm 24.05\n")
+    (tmp_path / "srun").chmod(0o755)
+    here, given = os.uname().nodename, {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    given |= {f"SLURM_{name}": "1" for name in ("JOBID", "JOB_ID", "NNODES", "STEP_NUM_TASKS")}
+    given |= {f"SLURM_{name}": here for name in ("NODELIST", "JOB_NODELIST", "STEP_NODELIST")}
+    given |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+    code, text = launched(2, "-c", "print('well')", timeout=20, **given)
+    assert (code, text.count("well\n")) == (0, 2), text
+
+
 @pytest.mark.parametrize(
     ("fault", "cause", "place"),
     [

@@ -13,11 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    ("errors",),
+    ("errors", "findings", "machine"),
     (
         "arguments",
         "compiling",
-        "machine",
         "launch",
         "observer",
         "progress",
@@ -48,7 +47,7 @@ ROOMS = (
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 USES_MPI = (
     *("agreement", "communicator", "doctor", "failing", "inference", "measuring", "mesh"),
-    *("testing", "transport", "__main__"),
+    *("findings", "testing", "transport", "__main__"),
 )
 STANDARD = {*sys.stdlib_module_names}
 MAY_IMPORT: dict[str, set[str]] = {
