@@ -21,8 +21,8 @@ from test_scaling import mpi_environment
 from sp_core import doctor, machine
 from sp_core.__main__ import main
 from sp_core.collectives.api import all_gather
-from sp_core.doctor import Finding
 from sp_core.errors import DeviceError
+from sp_core.findings import Finding, report
 from sp_core.mesh import fingerprint
 from sp_core.testing import run_threads
 from sp_core.transport import NAMES
@@ -46,7 +46,9 @@ HERE = dict.fromkeys(
     ("python", "processor", "mpiexec", "MPI", "threads", "transport host", "transport window"), "ok"
 )
 NO_MPI4PY = "raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')"
-TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
+MPIEXEC = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2")
+TWO_RANKS = (*MPIEXEC, *DOCTOR)
+ON_RANK_1 = 'case $OMPI_COMM_WORLD_RANK$PMI_RANK in 1) exec env {} "$@" ;; esac; exec "$@"'
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,30 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
             {"MPI": "broken", "mpiexec": "note"},
             {"mpi4py is not installed": 1, "pip install mpi4py": 1},
             id="no mpi4py",
+        ),
+        pytest.param(
+            DOCTOR,
+            {"PYTHONPATH": f"{{tmp}}:{ROOT}", "PMI_RANK": "0"},
+            1,
+            {"MPI": "broken", "mpiexec": "note", "python": "ok"},
+            {"mpi4py is not installed": 1, "pip install mpi4py": 1},
+            id="no mpi4py in a job",
+        ),
+        pytest.param(
+            (
+                *MPIEXEC,
+                "sh",
+                "-c",
+                ON_RANK_1.format("SP_TUNING=/proc/nope SP_ALGORITHM=magic"),
+                "sh",
+                *DOCTOR,
+            ),
+            {},
+            1,
+            {"SP_ALGORITHM": "broken", "MPI": "ok"},
+            {"rank 1: ": 1, "magic": 1, "1 broken:": 1},
+            marks=pytest.mark.every_mpi,
+            id="one rank has other variables, and constants of rank 0",
         ),
         pytest.param(
             (*DOCTOR, "--device", "cuda", "--measure"),
@@ -189,18 +215,22 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The command would end after two minutes, and print all stacks."""
+    """The command would end after five minutes, and print all stacks. The last part is rank 1's."""
     found, limit = [Finding("python", "ok", "3"), Finding("MPI", status, "4", "do")], Mock()
-    monkeypatch.setattr(doctor, "examine", lambda device, measure: iter(found))
+    both = [found[:1], found]
+    world = SimpleNamespace(rank=rank, allgather=lambda mine: both if mine == both[rank] else mine)
+    monkeypatch.setattr(doctor, "examine", lambda device, measure: iter(both[rank]))
     monkeypatch.setattr(doctor, "in_job", lambda: job)
-    monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(rank=rank))
+    monkeypatch.setattr(doctor, "_world", lambda: world)
     monkeypatch.setattr(doctor, "faulthandler", limit)
     assert doctor.main() == code
     assert limit.mock_calls == [
         call.dump_traceback_later(300, exit=True),
         call.cancel_dump_traceback_later(),
     ]
-    assert capsys.readouterr().out == ("" if rank and job else f"{doctor.report(found)}\n")
+    if job:
+        found[1:] = [Finding("MPI", "broken", "rank 1: 4", "do")] * code
+    assert capsys.readouterr().out == ("" if rank and job else f"{report(found)}\n")
 
 
 @pytest.mark.parametrize(
@@ -230,14 +260,17 @@ def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
     assert int(before["cores"]) <= (os.cpu_count() or 1)
 
 
-@pytest.mark.parametrize(("device", "count"), [(None, 0), ("cuda", 0), (None, 1), ("cuda", 1)])
-def test_every_transport_is_tried_whose_device_is_here(
-    device: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", [None, "cuda"])
+@pytest.mark.parametrize(("here", "count"), [(0, 0), (1, 1), (0, 1)])
+def test_every_transport_is_tried_whose_device_a_rank_has(
+    device: str | None, here: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_world", lambda: "world")
+    """Else ranks with the device would wait in the trial for those without."""
+    world = SimpleNamespace(allgather=lambda mine: [here, count] if mine == here else [])
+    monkeypatch.setattr(doctor, "_world", lambda: world)
     monkeypatch.setattr(doctor, "_try", lambda *given: given)
-    monkeypatch.setattr(doctor, "count_devices", {"cuda": count}.__getitem__)
-    tried = [("world", kind, name) for kind, names in NAMES.items() for name in names]
+    monkeypatch.setattr(doctor, "count_devices", {"cuda": here}.__getitem__)
+    tried = [(world, kind, name) for kind, names in NAMES.items() for name in names]
     if not count:
         tried = [one for one in tried if one[1] == "cpu"]
     why = "not tried: no cuda device"
@@ -308,10 +341,10 @@ def test_a_report_fits_the_terminal_and_repeats_what_is_broken(
     monkeypatch.setenv("COLUMNS", "30")
     found = [Finding("a", "ok", "fine and well-made"), Finding("b c", "broken", "torn", "sew it")]
     table = ["a    ok      fine and", " " * 13 + "well-made", "b c  broken  torn"]
-    assert doctor.report(found).splitlines() == [*table, "", "1 broken:", "  b c: sew it"]
-    assert doctor.report(found[:1]).splitlines()[1:] == ["", "nothing is broken"]
+    assert report(found).splitlines() == [*table, "", "1 broken:", "  b c: sew it"]
+    assert report(found[:1]).splitlines()[1:] == ["", "nothing is broken"]
     monkeypatch.delenv("COLUMNS")
     monkeypatch.setattr(os, "get_terminal_size", Mock(side_effect=OSError))
     for words, lines in ((9_989, 1), (9_990, 2)):
-        text = doctor.report([Finding("a", "ok", "b " + "c" * (words - 2))])
+        text = report([Finding("a", "ok", "b " + "c" * (words - 2))])
         assert text.count("\n") == lines + 1

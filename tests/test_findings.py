@@ -16,8 +16,8 @@ import torch
 from mpi4py import MPI
 
 from sp_core import doctor
-from sp_core.doctor import Finding
 from sp_core.errors import DeviceError
+from sp_core.findings import Finding, of_all_ranks
 from sp_core.transport import NAMES
 from sp_core.tuning import FileError
 
@@ -98,6 +98,11 @@ def measuring(size: int) -> dict[str, Any]:
 
 def probed(code: int | None, output: str) -> dict[str, Any]:
     return {"in_job": lambda: False, "bounded": lambda command: (code, output)}
+
+
+def importing(error: Exception) -> dict[str, Any]:
+    """Return replacements for a rank of a job on which the import of MPI raises an error."""
+    return {"in_job": lambda: True, "importlib.import_module": Mock(side_effect=error)}
 
 
 def noded(*nodes: int) -> dict[str, Any]:
@@ -205,6 +210,16 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ("mpiexec", "note", "not tried: mpiexec or srun has started this process"),
     ),
     (
+        LONE | {"os.environ": {"SLURM_STEP_ID": "0"}},
+        launched,
+        ("mpiexec", "note", "not tried: mpiexec or srun has started this process"),
+    ),
+    (
+        starting((0, TWO), measured=(0, "")) | {"os.environ": {"SLURM_STEP_ID": "0"}},
+        partial(launched, measure=True),
+        ("mpiexec", "ok", f"{MPIEXEC} starts 2 ranks"),
+    ),
+    (
         starting((0, TWO)) | {"_mpi_problem": lambda: "none"},
         launched,
         ("mpiexec", "note", "not tried: there is no MPI to try it with"),
@@ -260,21 +275,48 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
     ),
     (probed(0, ""), doctor._mpi_problem.__wrapped__, ()),
     (probed(1, "") | {"in_job": lambda: True}, doctor._mpi_problem.__wrapped__, ()),
-    (
-        probed(1, "ModuleNotFoundError: No module named 'mpi4py'"),
-        doctor._mpi_problem.__wrapped__,
+    *(
         (
-            *("MPI", "broken", "mpi4py is not installed"),
-            f"pip install mpi4py, and an MPI library: {doctor.GET_MPI}",
-        ),
+            probed,
+            doctor._mpi_problem.__wrapped__,
+            (
+                *("MPI", "broken", "mpi4py is not installed"),
+                f"pip install mpi4py, and an MPI library: {doctor.GET_MPI}",
+            ),
+        )
+        for probed in (
+            probed(1, "ModuleNotFoundError: No module named 'mpi4py'"),
+            importing(ModuleNotFoundError("No module named 'mpi4py'")),
+        )
     ),
     *(
         (
-            probed(1, f"Traceback\n{said}"),
+            here,
             doctor._mpi_problem.__wrapped__,
             ("MPI", "broken", f"mpi4py finds no MPI library: {said}", doctor.GET_MPI),
         )
-        for said in ("RuntimeError: cannot load MPI library", "ImportError: libmpi.so")
+        for said, error in (
+            ("RuntimeError: cannot load MPI library", RuntimeError("cannot load MPI library")),
+            ("ImportError: libmpi.so", ImportError("libmpi.so")),
+        )
+        for here in (probed(1, f"Traceback\n{said}"), importing(error))
+    ),
+    (
+        probed(1, "") | {"bounded": Mock(side_effect=FileNotFoundError(2, "No usable folder"))},
+        doctor._mpi_problem.__wrapped__,
+        (
+            *("MPI", "broken", "no file for temporary data can be made: No usable folder"),
+            "set TMPDIR to a folder that can be written",
+        ),
+    ),
+    (
+        probed(14, "a\nAborted") | {"os.environ": {}},
+        doctor._mpi_problem.__wrapped__,
+        (
+            *("MPI", "broken"),
+            "MPI does not start, exit code 14. The environment has no HOME, which Open MPI needs",
+            "export HOME=/tmp",
+        ),
     ),
     (
         probed(-6, "a\nAborted"),
@@ -311,6 +353,17 @@ def test_what_is_found_has_a_status_and_a_remedy_where_it_is_broken(
     finding = look()
     assert finding == (Finding(*wanted) if wanted else None)
     assert finding is None or bool(finding.remedy) == (finding.status == "broken")
+
+
+def test_the_findings_of_all_ranks_are_those_of_rank_0_and_what_else_is_broken() -> None:
+    fine, note = Finding("python", "ok", "3"), Finding("GPUs", "note", "none")
+    first, other = (Finding("GPUs", "broken", text, "get one") for text in ("none", "old"))
+    told = [[fine, other], [note, first], [fine, first, other]]
+    world: Any = SimpleNamespace(allgather={"mine": told}.__getitem__)
+    mine: Any = "mine"
+    added = Finding("GPUs", "broken", "rank 1: none", "get one")
+    assert of_all_ranks(mine, world) == [fine, other, added]
+    assert of_all_ranks(told[1], None) == told[1]
 
 
 @pytest.mark.parametrize(("tasks", "problem"), [(1, None), (2, None), (3, None), (3, "none")])
