@@ -117,6 +117,7 @@ def test_the_stacks_of_a_rank_outlive_it(last: str, tmp_path: Path, *, launched:
         # its block is taken at the start, so that a full disk has room for the last place
         assert file_of(tmp_path, 2, "place").read_bytes() == bytes(PLACE_BYTES)
         assert found.stderr == ""
+        assert file_of(tmp_path, 2, "place").stat().st_size == PLACE_BYTES  # though disks fill up
     expected = {kind if launched else "stderr"} if kind else set()
     assert {name for name, text in texts.items() if 'File "<string>", line 4' in text} == expected
     assert texts["stack" if launched else "stderr"].startswith("told")
@@ -158,6 +159,14 @@ def test_the_last_place_replaces_a_longer_one(
         found, _, rest = file.read().partition(b"\0")
     assert found == b"x" * min(length, 511)
     assert len(found) + len(rest) == 511
+
+
+def test_a_full_disk_is_no_error_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        with pytest.raises(OSError, match="No space left"):
+            full.write(b"x")
+        monkeypatch.setattr(watch, "_watch", SimpleNamespace(place=full.fileno()))
+        watch.note("raised an error")
 
 
 PURELIB, STDLIB = (sysconfig.get_paths()[name] for name in ("purelib", "stdlib"))
