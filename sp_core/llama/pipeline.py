@@ -344,10 +344,8 @@ def _agree(
     grid, orders = model.grid, list[tuple[Order, ...]]()
 
     def call() -> str:
-        return (
-            f"loss_and_gradients({len(batches)} micro-batches, {model.dtype}, in {orders[0]}, "
-            f"{saving}, gradients={torch.is_grad_enabled()})"
-        )
+        what = f"{len(batches)} micro-batches, {model.dtype}, in {orders[0]}, {saving}"
+        return f"loss_and_gradients({what}, gradients={torch.is_grad_enabled()})"
 
     @cache
     def same_tokens() -> str:
