@@ -193,8 +193,8 @@ def check_hooks(module: nn.Module) -> None:
 
 
 def learning(module: nn.Module) -> str:
-    """Return a text that is equal on ranks on which the same weights have requires_grad."""
-    flags = [weight.requires_grad for weight in module.parameters()]
+    """Return a text that is equal on ranks on which the same weights get gradients."""
+    flags = [torch.is_grad_enabled() and weight.requires_grad for weight in module.parameters()]
     return f"{sum(flags)} of {len(flags)} weights learn #{crc32(bytes(flags)):08x}"
 
 
