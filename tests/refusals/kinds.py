@@ -73,6 +73,7 @@ IN_PLACE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
 }
 LEARNING: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     **{name: USES[name] for name in ("ColumnParallelLinear", "RowParallelLinear")},
+    "FeedForward": lambda x, mesh: sp.FeedForward(4, comm=comm_of(mesh))(x),
     "ring_attention of a query that learns": lambda x, mesh: sp.ring_attention(
         torch.ones_like(x, requires_grad=True),
         *(x, x),

@@ -33,6 +33,23 @@ def scaled(_: sp.Communicator, dtype: torch.dtype) -> nn.Module:
     return Scaled(nn.Linear(4, 16), dtype)
 
 
+def elsewhere(_: sp.Communicator, *, learns: bool) -> nn.Module:
+    """Return a part of a layer on the device meta."""
+    return nn.Linear(4, 16, device="meta").requires_grad_(learns)
+
+
+def blocked(part: Callable[[sp.Communicator], nn.Module], name: str, **given: Any) -> Wrong:
+    """Return a call of a block, of which the last rank has replaced a part."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        block = sp.TransformerBlock(4, 2, comm=comm_of(mesh), **given)
+        block.set_submodule(name, part(comm_of(mesh))) if here else None
+        x, sharding = torch.ones(1, 1, 4), sp.Sharding.contiguous(2, 2)
+        return block(x, sharding=sharding, seed=1)
+
+    return wrong
+
+
 def changed(kind: Any, change: Callable[[Any], Any], use: Callable[[Any], Any]) -> Wrong:
     """Return a use of a parallel layer with a sharding, which is changed on the last rank."""
 
@@ -138,6 +155,30 @@ ON_ONE_RANK: Table = {
                 replaced(partial(scaled, dtype=dtype)),
             )
             for dtype in (torch.complex64, torch.complex128, torch.float8_e5m2)
+        },
+        **{
+            f"a layer with a {'frozen ' * frozen}weight on meta": (
+                sp.DeviceError,
+                "FeedForward.up.weight is on meta, mesh['ring'] is on cpu",
+                replaced(partial(elsewhere, learns=not frozen)),
+            )
+            for frozen in (False, True)
+        },
+        **{
+            f"a part {name} of a block{' with dropout' * bool(given)} from torch": (
+                TypeError,
+                f"TransformerBlock.{name} is a torch.nn.modules.{text} with weights that learn",
+                blocked(part, name, **given),
+            )
+            for given in ({}, {"dropout": 0.5})
+            for name, text, part in (
+                ("norm1", "normalization.LayerNorm", lambda _: nn.LayerNorm(4)),
+                (
+                    "feed_forward",
+                    "container.Sequential",
+                    lambda comm: nn.Sequential(sp.RMSNorm(4, comm=comm), nn.Linear(4, 4)),
+                ),
+            )
         },
         "a part of a layer with other weights": (
             sp.CollectiveMismatch,
