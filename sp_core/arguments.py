@@ -51,23 +51,14 @@ def _are_lists(value: Any) -> bool:
     )
 
 
-def _are_tokens(value: Any) -> bool:
-    return (
-        isinstance(value, Collection) and not isinstance(value, str) and all(map(_is_whole, value))
-    )
-
-
 def _are_positions(value: Any) -> bool:
     has_dims = getattr(value, "ndim", None) != 0  # a list has none to ask for
     return isinstance(value, Collection) and not isinstance(value, str) and has_dims
 
 
-def _are_strings(value: Any) -> bool:
-    return _is_sequence(value) and all(isinstance(text, str) and text for text in value)
-
-
 def _has_step(value: Any) -> bool:
-    return callable(getattr(value, "step", None)) and not isinstance(value, type)
+    others = type, torch.optim.LBFGS, torch.optim.lr_scheduler.LRScheduler
+    return callable(getattr(value, "step", None)) and not isinstance(value, others)
 
 
 def _is_sequence(value: Any) -> bool:
@@ -101,8 +92,18 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
     ),
     "place": (_are_positions, "integers: a range, a list or a tensor (S,)"),
-    "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
-    "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),
+    "stop": (
+        lambda value: (
+            isinstance(value, Collection)
+            and not isinstance(value, str)
+            and all(map(_is_whole, value))
+        ),
+        "a list, tuple or set of tokens, whole numbers",
+    ),
+    "stop_strings": (
+        lambda value: _is_sequence(value) and all(isinstance(text, str) and text for text in value),
+        "a list or tuple of texts, none of them empty",
+    ),
     "shape": (_are_whole, "a list or tuple of whole numbers"),
     "room": (
         lambda value: _are_whole(value) and min(value, default=0) >= 0,
@@ -160,7 +161,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or isinstance(value, torch.Generator),
         "a torch.Generator, or None",
     ),
-    "optimizer": (_has_step, "an optimizer of model.parameters()"),
+    "optimizer": (
+        _has_step,
+        "an optimizer of model.parameters() whose step() needs no closure, such as AdamW. Call a "
+        "scheduler's step() yourself, after train_step",
+    ),
     "layout": (callable, "a function that makes a Sharding, such as Sharding.zigzag"),
     "ordering": (callable, "a function of sp_core.scheduling, such as one_forward_one_backward"),
     "on_token": (

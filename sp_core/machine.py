@@ -148,6 +148,10 @@ LAUNCH_PROBLEMS = {
         "Open MPI refuses more ranks than cores",
         "export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe",
     ),
+    "step creation temporarily disabled": (
+        "it starts ranks by srun, which waits for cores that another step of this job holds",
+        "export HYDRA_LAUNCHER=fork, with which MPICH starts all ranks on this node",
+    ),
     "ranks: 1": (
         "its ranks do not find each other",
         "this mpiexec belongs to another MPI than mpi4py's: use the one of the same environment",

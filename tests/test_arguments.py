@@ -82,7 +82,7 @@ TAKEN = {
     "parameters": f"empty word mapping set tensor iterator {SEQUENCES}",
     "scheduler": "none scheduler",
     "generator": "none generator",
-    "optimizer": "optimizer scheduler",
+    "optimizer": "optimizer",
     "layout": "function class",
     "ordering": "function class",
     "on_token": "none function class",

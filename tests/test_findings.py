@@ -16,8 +16,8 @@ import torch
 from mpi4py import MPI
 
 from sp_core import doctor
-from sp_core.doctor import Finding
-from sp_core.errors import DeviceError
+from sp_core.errors import CollectiveMismatch, DeviceError
+from sp_core.findings import Finding
 from sp_core.transport import NAMES
 from sp_core.tuning import FileError
 
@@ -51,6 +51,7 @@ UNUSABLE = (
     f"it is not usable here: pass another transport of {NAMES['cpu']}, "
     "or another device; please report what you see"
 )
+SAME = "start all ranks with the same SP_TRANSPORT, SP_ALGORITHM and SP_NODES"
 SERIALIZE = (
     "backward on CUDA calls MPI from a thread of its own: "
     "unset MPI4PY_RC_THREAD_LEVEL, or set it to serialized"
@@ -285,6 +286,11 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ),
     ),
     (noded(0, 0, 4), doctor._nodes, ("nodes", "ok", "2; node of each rank: 0 0 4")),
+    (
+        {"_world": lambda: "world", "_mesh": Mock(side_effect=CollectiveMismatch("not equal"))},
+        doctor._nodes,
+        ("nodes", "broken", "no mesh: not equal", SAME),
+    ),
     (
         noded(10, *[0] * 99),
         doctor._nodes,

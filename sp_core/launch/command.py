@@ -53,6 +53,7 @@ ENVIRONMENT = {
     "OMPI_MCA_mpi_yield_when_idle": "true",
     "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps for a second in MPI_Init
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
+    "HYDRA_LAUNCHER": "fork",  # by srun, MPICH's ranks would wait for cores that a shell's step has
 }
 # folder of Open MPI's files; it refuses to start if both are set
 SESSION_DIR, SESSION_DIR_HERE = ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base")

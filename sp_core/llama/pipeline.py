@@ -344,9 +344,10 @@ def _agree(
     grid, orders = model.grid, list[tuple[Order, ...]]()
 
     def call() -> str:
-        what = f"{len(batches)} micro-batches, {model.dtype}, in {orders[0]}, {saving}"
-        what += f", gradients={torch.is_grad_enabled()}"
-        return f"loss_and_gradients({what})"
+        return (
+            f"loss_and_gradients({len(batches)} micro-batches, {model.dtype}, in {orders[0]}, "
+            f"{saving}, gradients={torch.is_grad_enabled()})"
+        )
 
     @cache
     def same_tokens() -> str:

@@ -38,9 +38,8 @@ class Work:
     per_pair: int
 
     def __post_init__(self) -> None:
-        numbers = plain(self.per_token), plain(self.per_pair)
-        for name, number in zip(("per_token", "per_pair"), numbers, strict=True):
-            object.__setattr__(self, name, number)
+        vars(self).update({name: plain(value) for name, value in vars(self).items()})
+        numbers = self.per_token, self.per_pair
         if not (_are_finite(numbers) and any(numbers)):
             raise ShapeError(
                 f"per_token={self.per_token} and per_pair={self.per_pair} were given; pass "
@@ -89,8 +88,7 @@ class Plan:
     padded_to: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", plain(self.lengths))
-        object.__setattr__(self, "padded_to", plain(self.padded_to))
+        vars(self).update(lengths=plain(self.lengths), padded_to=plain(self.padded_to))
         placed = [
             *self.sharded,
             *self.waiting,
