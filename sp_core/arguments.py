@@ -76,11 +76,9 @@ _TEXTS = (_are_lists, "a list with a list of tokens, whole numbers, for each seq
 _FLAG = (lambda value: isinstance(value, bool), "True or False")
 _NAME = (lambda value: isinstance(value, str), "a name")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size", "start"),
-        _WHOLE,
-    ),
-    **dict.fromkeys(("seed", "max_tokens", "pass_tokens", "step", "hidden", "num_heads"), _WHOLE),
+    **dict.fromkeys(("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seed"), _WHOLE),
+    **dict.fromkeys(("seq_len", "size", "start", "max_tokens", "pass_tokens", "step"), _WHOLE),
+    **dict.fromkeys(("hidden", "num_heads"), _WHOLE),
     **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
     **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own"), _FLAG),
@@ -342,6 +340,16 @@ def check_gradients(comm: Any, *grads: Tensor | None) -> None:
             check_tensor(grad, comm, "an incoming gradient")
 
 
+def check_kept(*tensors: Tensor | None) -> None:
+    """Raise `ValueError` if one tensor learns, and one of inference mode is to be kept for it."""
+    given = [x for x in tensors if x is not None and torch.is_grad_enabled()]
+    if any(x.requires_grad for x in given) and any(x.is_inference() for x in given):
+        raise ValueError(
+            "a tensor made in torch.inference_mode() was given beside one that requires a "
+            "gradient, whose backward could not use it. Clone it outside of that mode."
+        )
+
+
 def check_memory(x: Tensor, name: str, *, is_sent: bool = True) -> None:
     """Check that x has memory that MPI can be given, and no tangent of forward-mode AD.
 
@@ -393,7 +401,5 @@ def check_dense(x: Tensor, name: str) -> None:
             "Pass this rank's own tokens as a plain tensor, such as x.to_local()."
         )
     if x.is_nested or x.layout is not torch.strided:
-        layout, dense = (
-            ("nested", "to_padded_tensor(0.0)") if x.is_nested else (x.layout, "to_dense()")
-        )
-        raise ShapeError(f"{name} has layout {layout}; a dense one is needed. Pass x.{dense}.")
+        layout, to = ("nested", "padded_tensor(0.0)") if x.is_nested else (x.layout, "dense()")
+        raise ShapeError(f"{name} has layout {layout}; a dense one is needed. Pass x.to_{to}.")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from refusals import calls, decoders, kinds, layers, models, pure, scheduling, training
+from refusals import calls, decoders, kinds, layers, models, parts, pure, scheduling, training
 from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
@@ -66,7 +66,7 @@ def test_what_is_wrong_everywhere(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
 
 
-@rows(*(x.ON_ONE_RANK for x in (calls, kinds, models, decoders, training)), ranks=2)
+@rows(*(x.ON_ONE_RANK for x in (calls, kinds, parts, models, decoders, training)), ranks=2)
 @spmd(2)
 def test_what_is_wrong_on_one_rank_is_raised_on_both(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)

@@ -33,7 +33,7 @@ from sp_core.nn.gradients import Placement, placement_of
 from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.memory import KEEP_ALL, Saving
 from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, check_part, join, project
-from sp_core.nn.replicated import check_hooks
+from sp_core.nn.replicated import check_hooks, learning
 from sp_core.nn.rope import rotation
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
@@ -209,7 +209,7 @@ class Llama(nn.Module):
             self.grid.check_one_stage()
             self.check_parts()
             self.check(tokens, sharding, mask)
-            return f"Llama({self.dtype}, tp_sp={self.tp_sp})"
+            return f"Llama({self.dtype}, tp_sp={self.tp_sp}, {learning(self)})"
 
         self.grid.everyone.agree_on(call)
         return self.one_pass(tokens, sharding, mask, saving)

@@ -25,7 +25,7 @@ from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.nn.dropout import dropout
 from sp_core.nn.memory import tiled
-from sp_core.nn.replicated import ReplicatedLayer, is_plain
+from sp_core.nn.replicated import ReplicatedLayer, check_summed, is_plain
 from sp_core.nn.rope import Rope, check_rope, rotation
 from sp_core.schemes import allgather_kv_attention
 from sp_core.sharding import Sharding
@@ -357,8 +357,7 @@ class TransformerBlock(nn.Module):
         """Apply the block to this rank's tokens, and return (B, S/P, E).
 
         Args:
-            x: (B, S/P, E), the tokens in the order of `sharding.positions(comm.rank)`.
-            sharding: which rank holds which tokens; equal on all ranks.
+            x, sharding: (B, S/P, E), and which rank holds which tokens; as in `SelfAttention`.
             mask: which query sees which key; None takes the mask of the constructor.
             seed: needed in training mode with dropout, equal on all ranks, 0 <= seed < 2^61. The
                 caller must pass a different seed to each block and in each training step.
@@ -369,8 +368,8 @@ class TransformerBlock(nn.Module):
             scheme, and for each of the four one agreement and one all-reduce of gradients.
 
         Raises:
-            ValueError, TypeError: dropout with no seed or a wrong one, on every rank.
-            CollectiveMismatch: seeds that differ, on every rank.
+            ValueError, TypeError, CollectiveMismatch: on every rank: dropout with no seed, a wrong
+                one or different ones; or a replaced part whose gradients no layer sums.
             ShapeError, DtypeError, DeviceError, RankError: as in `SelfAttention.forward`.
         """
 
@@ -383,6 +382,7 @@ class TransformerBlock(nn.Module):
                 )
             return f"a block with dropout={self.dropout}, seed={seed}"
 
+        check_summed(self, self.comm, "norm1", "attention", "norm2", "feed_forward")
         if p := self.dropout if self.training else 0.0:
             self.comm.agree_on(call)
         mask = self.mask if mask is None else mask

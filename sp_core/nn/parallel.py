@@ -29,11 +29,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.collectives.api import reduce_scatter
+from sp_core.collectives.build import SUMMABLE, Sizes
 from sp_core.collectives.differentiable import copy_to_group, reduce_from_group
 from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
-from sp_core.errors import ShapeError
-from sp_core.nn.gradients import Placement, place, placement_of
+from sp_core.errors import DeviceError, ShapeError
+from sp_core.nn.gradients import Placement, place
 from sp_core.nn.replicated import check_input, is_plain
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 from sp_core.sharding import Sharding, check_sharding, split_sizes
@@ -66,9 +67,16 @@ class Weight(nn.Module):
         super()._load_from_state_dict(*given, **named)
         self._place()
 
+    def _apply(self, *given: Any, **named: Any) -> Self:
+        """Convert as `nn.Module`, and restore the placements that new parameters do not have."""
+        super()._apply(*given, **named)  # type: ignore[no-untyped-call]
+        self._place()
+        return self
+
     def _place(self) -> None:
         for name, placement in self.placements.items():
-            place(self.get_parameter(name), placement)
+            if isinstance(held := self._parameters.get(name), nn.Parameter):
+                place(held, placement)
 
 
 def check_part(name: str, part: nn.Module, kind: type[nn.Module] = Weight) -> None:
@@ -193,7 +201,7 @@ class Embedding(Weight):
         Communication:
             One all-reduce of (B, S, E), with `lengths` (the S/P of each rank) a reduce-scatter.
         """
-        (own,) = placement_of(self.weight).held[self.comm.rank]
+        (own,) = self.placements["weight"].held[self.comm.rank]
         here = (tokens >= own.start) & (tokens < own.stop)
         vectors = F.embedding((tokens - own.start) * here, self.weight)
         vectors = vectors.where(here.unsqueeze(-1), 0.0)
@@ -208,11 +216,7 @@ class _ParallelLinear(Weight):
     split_dim: int
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        comm: Communicator,
-        sharding: Sharding | None,
-        sizes: Sequence[int] | None,
+        self, linear: nn.Linear, comm: Communicator, sharding: Sharding | None, sizes: Sizes
     ) -> None:
         arguments.check_communicator(comm)
         cut = make_alike(comm, partial(_sizes_and_call, type(self), linear, comm, sharding, sizes))
@@ -252,14 +256,15 @@ class _ParallelLinear(Weight):
         Raises:
             ShapeError: sizes or sharding do not fit the layer or `comm`; on every rank.
             TypeError: `linear` computes something else than `nn.Linear` does; on every rank.
+            DeviceError: `linear` is on the device meta; on every rank.
             CollectiveMismatch: the ranks' arguments differ; on every rank.
         """
         return cls(linear, comm, sharding, sizes)
 
-    def _check_parts(self) -> None:
-        """Raise an error, on this rank, if weight or bias cannot be sent."""
+    def _check_parts(self, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
+        """Raise an error, on this rank, if weight or bias cannot be sent or has another dtype."""
         for name, parameter in self.named_parameters():
-            arguments.check_tensor(parameter, self.comm, name)
+            arguments.check_tensor(parameter, self.comm, name, dtypes)
 
     def to_linear(self) -> nn.Linear:
         """Return the whole layer as an `nn.Linear` on every rank. Every rank calls this.
@@ -294,16 +299,14 @@ class _ParallelLinear(Weight):
         """Check x, and that all ranks make the same call; `tokens` as in `check_input`."""
 
         def call() -> str:
-            check_input(
-                x, self.comm, type(self).__name__, self.weight, self.weight.shape[1], tokens
-            )
+            kind = type(self).__name__
+            check_input(x, self.comm, kind, self.weight, self.weight.shape[1], tokens)
+            self._check_parts(SUMMABLE)
+            arguments.check_kept(x, *self.parameters())
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
             learns = [each.requires_grad for each in (x, *self.parameters())]
             grad = torch.is_grad_enabled(), *learns
-            return (
-                f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}) on "
-                f"{self.comm.name}"
-            )
+            return f"{kind}({shape}, {x.dtype}, requires_grad={grad}) on {self.comm.name}"
 
         self.comm.agree_on(call)
 
@@ -367,11 +370,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def _sizes_and_call(
-    kind: type[_ParallelLinear],
-    linear: Any,
-    comm: Communicator,
-    sharding: Sharding | None,
-    sizes: Sequence[int] | None,
+    kind: type[Any], linear: Any, comm: Communicator, sharding: Sharding | None, sizes: Sizes
 ) -> tuple[tuple[int, ...], str]:
     """Check the arguments of `from_linear`. Return `sizes`, made if None, and the call as text."""
     remedy = (
@@ -384,6 +383,8 @@ def _sizes_and_call(
         raise TypeError(
             f"linear is a {type(linear).__name__} that computes more than its weight says. {remedy}"
         )
+    if linear.weight.is_meta:
+        raise DeviceError("linear is on the device meta, without values. Load its weights first.")
     arguments.check(sizes=sizes)
     if sharding is not None:
         check_sharding(sharding, comm, kind.__name__)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from sp_core.arguments import check_communicator, check_positive, check_tensor
-from sp_core.collectives.build import check_summable
+from sp_core.arguments import check_communicator, check_kept, check_positive, check_tensor
+from sp_core.collectives.build import SUMMABLE
 from sp_core.collectives.differentiable import copy_all, describe_all
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
@@ -32,7 +32,8 @@ class ReplicatedLayer(nn.Module):
 
     Subclasses call `weights` in `forward`, and compute with the tensors that it returns. A linear
     sub-layer may be replaced and may have hooks: `linear` calls it. Parameters of a replaced
-    sub-layer may be missing, and have any dtype if they do not learn.
+    sub-layer may be missing, and have any dtype if they do not learn. It must not run a reentrant
+    `torch.utils.checkpoint`, whose backward finds weights of which no gradients are summed.
 
     Args:
         hidden: E, the features of a token in the layer's input.
@@ -63,7 +64,9 @@ class ReplicatedLayer(nn.Module):
                 sharding gives this rank.
 
         Returns:
-            The layer's parameters by name. Backward sums the gradient of each over the ranks.
+            The layer's parameters by name, and what stands in their place, such as buffers.
+            Backward sums the gradient of each over the ranks. A parameter that learns and that a
+            replaced sub-layer does not use gets a gradient of zeros, not None, on several ranks.
 
         Communication:
             One agreement (32-byte all-reduce). Backward one agreement and one all-reduce per dtype
@@ -71,7 +74,8 @@ class ReplicatedLayer(nn.Module):
 
         Raises:
             ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
-                input is wrong.
+                input or weights are wrong.
+            ValueError: on every rank, if x was made in `torch.inference_mode()` and weights learn.
             CollectiveMismatch: on every rank, if settings of the layer, shape, dtype or
                 requires_grad of the weights, the dtype or requires_grad of x, or the sharding
                 differ between ranks.
@@ -79,7 +83,8 @@ class ReplicatedLayer(nn.Module):
                 weights would be summed twice.
         """
         held: dict[str, Tensor] = dict(self.named_parameters(remove_duplicate=False))
-        parameters: tuple[Tensor, ...] = tuple(self.parameters())
+        held |= self._others()
+        parameters = tuple(dict.fromkeys(held.values()))
         kind = type(self).__name__
 
         def call() -> str:
@@ -89,7 +94,10 @@ class ReplicatedLayer(nn.Module):
                         f"{kind}.{name} is a {type(part).__name__}, which communicates; needed is "
                         f"a layer that does not, such as nn.Linear. Replace the {kind} instead."
                     )
-            check_summable([x for x in parameters if x.requires_grad], self.comm)
+            for name, weight in held.items():
+                if weight.requires_grad or self._multiplies(name, hooked=False):
+                    dtypes = SUMMABLE if weight.requires_grad else None
+                    check_tensor(weight, self.comm, f"{kind}.{name}", dtypes)
             tokens, owned = None, ""
             for each in sharding:
                 check_sharding(each, self.comm, kind)
@@ -102,6 +110,7 @@ class ReplicatedLayer(nn.Module):
                 self.hidden,
                 tokens,
             )
+            check_kept(x, *parameters)
             return (
                 f"{kind}({self.extra_repr()})({x.dtype}, requires_grad={x.requires_grad}{owned}): "
                 f"{describe_all(parameters, self.comm)}"
@@ -113,9 +122,21 @@ class ReplicatedLayer(nn.Module):
         copies = dict(zip(parameters, copy_all(parameters, self.comm), strict=True))
         return {name: copies[weight] for name, weight in held.items()}
 
-    def _multiplies(self, name: str) -> bool:
-        """Return whether a parameter belongs to no sub-layer that was replaced."""
-        return "." not in name or type(getattr(self, name.split(".", maxsplit=1)[0])) is nn.Linear
+    def _others(self) -> dict[str, Tensor]:
+        """Return the tensors by name that the layer reads as weights and that are no parameters."""
+        parts: dict[str, nn.Module] = {"": self}
+        parts |= {f"{name}.": x for name, x in self._modules.items() if x and is_plain(x)}
+        return {
+            before + name: x
+            for before, part in parts.items()
+            for name in ("weight", "bias", "sinks")
+            if isinstance(x := part._buffers.get(name, vars(part).get(name)), Tensor)
+        }
+
+    def _multiplies(self, name: str, *, hooked: bool = True) -> bool:
+        """Return whether a parameter belongs to no sub-layer that was replaced, or has hooks."""
+        part = getattr(self, name.split(".", maxsplit=1)[0]) if "." in name else None
+        return part is None or (type(part) is nn.Linear if hooked else is_plain(part))
 
     def linear(self, name: str, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """Apply the sub-layer `name` to x, with the parameters that `weights` has returned.
@@ -132,7 +153,9 @@ class ReplicatedLayer(nn.Module):
             for path, sub in part.named_modules()
             for key, _ in sub.named_parameters(path, recurse=False, remove_duplicate=False)
         }
-        return cast("Tensor", functional_call(part, own, (x,), tie_weights=False))
+        out = cast("Tensor", functional_call(part, own, (x,), tie_weights=False))
+        check_checkpoint(f"{type(self).__name__}.{name}", out, x, *own.values())
+        return out
 
 
 def is_plain(part: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
@@ -144,6 +167,53 @@ def is_plain(part: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
         or part._backward_pre_hooks
         or "forward" in part.__dict__
     )
+
+
+def check_checkpoint(name: str, out: Tensor, *given: Tensor) -> None:
+    """Raise ValueError, on this rank, if a reentrant checkpoint is between `out` and what it uses.
+
+    Its backward runs the module `name` again, with weights of which no gradients are summed.
+    """
+    found, waiting = {x.grad_fn for x in given if x.requires_grad}, [out.grad_fn]
+    while waiting and found:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            if node.name() == "CheckpointFunctionBackward":
+                raise ValueError(
+                    f"{name} calls torch.utils.checkpoint with use_reentrant=True, which would "
+                    "leave gradients of its weights unsummed. Pass use_reentrant=False."
+                )
+
+
+def check_summed(layer: nn.Module, comm: Communicator, *names: str) -> None:
+    """Raise TypeError, on every rank, if the backward of a part of a layer sums too few gradients.
+
+    A part with a `comm` sums the gradients of all its weights. Ranks without such an error send
+    nothing here: their next agreement over `comm` tells them.
+    """
+    wrong = [name for name in names if torch.is_grad_enabled() and _leaves_out(layer, name)]
+
+    def refuse() -> str:
+        kind, part = type(layer).__name__, type(getattr(layer, wrong[0]))
+        raise TypeError(
+            f"{kind}.{wrong[0]} is a {part.__module__}.{part.__qualname__} with weights that "
+            "learn, whose gradients are not summed over the ranks. Pass a layer of sp_core or of "
+            "a class that inherits from ReplicatedLayer, or freeze the weights."
+        )
+
+    if wrong:
+        comm.agree_on(refuse)
+
+
+def _leaves_out(layer: nn.Module, name: str) -> bool:
+    """Return whether the part `name` has weights that learn outside of parts with a `comm`."""
+    part = getattr(layer, name)
+    if "comm" in vars(part):
+        return False
+    summed = {x for each in part.modules() if "comm" in vars(each) for x in each.parameters()}
+    return any(x.requires_grad and x not in summed for x in part.parameters())
 
 
 def check_input(
@@ -193,8 +263,8 @@ def check_hooks(module: nn.Module) -> None:
 
 
 def learning(module: nn.Module) -> str:
-    """Return a text that is equal on ranks on which the same weights have requires_grad."""
-    flags = [weight.requires_grad for weight in module.parameters()]
+    """Return a text that is equal on ranks on which the same weights get gradients."""
+    flags = [torch.is_grad_enabled() and weight.requires_grad for weight in module.parameters()]
     return f"{sum(flags)} of {len(flags)} weights learn #{crc32(bytes(flags)):08x}"
 
 

@@ -152,10 +152,8 @@ def agree(
         RankError: the communicator was freed, on this rank or on another one.
     """
     arguments.check_communicator(comm)
-    kv_sharding, mask = (
-        sharding if kv_sharding is None else kv_sharding,
-        Mask() if mask is None else mask,
-    )
+    kv_sharding = sharding if kv_sharding is None else kv_sharding
+    mask = Mask() if mask is None else mask
     problem = Problem(comm, sharding, kv_sharding, mask, Logits(0.0))
 
     def check() -> int:
@@ -169,6 +167,7 @@ def agree(
         check_qkv(q, k, v)
         _check_lengths(q, k, problem)
         problem = replace(problem, logits=Logits.of(q, softmax_scale=softmax_scale, **terms))
+        arguments.check_kept(q, k, v, problem.logits.sinks)
         return _home((k, v), comm)
 
     homes = comm.agree_on(lambda: _signature(name, (q, k, v), problem, return_lse), check)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from oracle.changed_parts import CHANGES, Scaled
 from refusals.calls import Table, Wrong, attention, call, comm_of, scheme
 from refusals.pure import NESTED
 from torch import Tensor, nn
@@ -18,7 +16,6 @@ import sp_core as sp
 from sp_core.schemes import SCHEMES
 
 ANY: Any = None
-MISMATCH = sp.CollectiveMismatch
 
 
 def fake(x: Tensor) -> Tensor:
@@ -74,6 +71,17 @@ IN_PLACE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "plan": lambda x, mesh: sp.plan("all_reduce_", x, comm=comm_of(mesh)),
     "a ring": lambda x, mesh: sp.all_reduce_(x, comm=comm_of(mesh), algorithm="ring"),
 }
+LEARNING: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
+    **{name: USES[name] for name in ("ColumnParallelLinear", "RowParallelLinear")},
+    "FeedForward": lambda x, mesh: sp.FeedForward(4, comm=comm_of(mesh))(x),
+    "ring_attention of a query that learns": lambda x, mesh: sp.ring_attention(
+        torch.ones_like(x, requires_grad=True),
+        *(x, x),
+        comm=comm_of(mesh),
+        sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size),
+    ),
+}
+"""Functions of such a tensor and of others that require a gradient."""
 FORWARDS = USES | IN_PLACE
 """The same, and functions without a backward."""
 
@@ -127,67 +135,9 @@ def seeded(seed: Any) -> Wrong:
     )
 
 
-def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
-    """Return a call of a layer, a part of which is replaced on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        layer = sp.FeedForward(4, comm=comm_of(mesh))
-        if here:
-            layer.set_submodule("up", part(comm_of(mesh)))
-        return layer(torch.ones(1, 2, 4))
-
-    return wrong
-
-
-def scaled(_: sp.Communicator, dtype: torch.dtype) -> nn.Module:
-    """Return a part of a layer that has a weight of another dtype."""
-    return Scaled(nn.Linear(4, 16), dtype)
-
-
-def changed(kind: Any, change: Callable[[Any], Any], use: Callable[[Any], Any]) -> Wrong:
-    """Return a use of a parallel layer with a sharding, which is changed on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        sharding = sp.Sharding.contiguous(2, 2)
-        layer = kind.from_linear(nn.Linear(4, 4), comm=comm_of(mesh), sharding=sharding)
-        layer.weight.requires_grad_(False)
-        if here:
-            change(layer)
-        return use(layer)
-
-    return wrong
-
-
-def called(layer: Any) -> Tensor:
-    """Call a parallel layer that `changed` has made."""
-    tokens = 1 if type(layer) is sp.ColumnParallelLinear else 2
-    made: Tensor = layer(torch.ones(1, tokens, layer.weight.shape[1], dtype=layer.weight.dtype))
-    return made
-
-
-def whole(layer: Any) -> object:
-    """Join a parallel layer."""
-    return layer.to_linear()
-
-
-def unbiased(layer: Any) -> None:
-    """Remove the bias of a layer."""
-    layer.bias = None
-
-
-def other(name: str) -> Callable[[Any], Any]:
-    """Return a function that freezes a parameter of a layer, or lets it learn if it was frozen."""
-    return lambda layer: getattr(layer, name).requires_grad_(not getattr(layer, name).requires_grad)
-
-
-def split(kind: Any, change: Callable[[nn.Linear], Any]) -> Wrong:
-    """Return a parallel layer made of a linear layer that is changed on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        linear = nn.Linear(4, 6)
-        return kind.from_linear(change(linear) if here else linear, comm=comm_of(mesh))
-
-    return wrong
+def kept(x: Tensor) -> Tensor:
+    """Return a copy of x that was made in inference mode."""
+    return torch.inference_mode()(x.clone)()
 
 
 EVERYWHERE: Table = {
@@ -269,55 +219,16 @@ ON_ONE_RANK: Table = {
             )
         },
         **{
-            f"a {kind.__name__} of {change}": (
-                TypeError,
-                "Pass the whole layer, without hooks, parametrizations or a forward of its own",
-                split(kind, made),
-            )
-            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
-            for change, made in CHANGES.items()
-        },
-        **{
-            f"{'a whole' if use is whole else 'a call of a'} {kind.__name__} {change}": (
-                error,
-                text,
-                changed(kind, made, use),
-            )
-            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
-            for use, change, error, text, made in (
-                (called, "whose weight learns", MISMATCH, "requires_grad=", other("weight")),
-                (called, "whose bias does not", MISMATCH, "requires_grad=", other("bias")),
-                (called, "in bfloat16", MISMATCH, "bfloat16", nn.Module.bfloat16),
-                (whole, "in bfloat16", MISMATCH, "bfloat16", nn.Module.bfloat16),
-                (whole, "without a bias", MISMATCH, "to_linear() of {'weight': ", unbiased),
-                (whole, "on meta", sp.DeviceError, "is on meta", lambda x: x.to("meta")),
-            )
-        },
-        "a part of a layer that communicates": (
-            TypeError,
-            "FeedForward.up.1 is a RMSNorm, which communicates; needed is",
-            replaced(lambda comm: nn.Sequential(nn.Linear(4, 16), sp.RMSNorm(16, comm=comm))),
-        ),
-        **{
-            f"a part of a layer with a weight of {dtype}": (
-                sp.DtypeError,
-                f"dtype {dtype}; needed is one of float64, float32, float16, bfloat16",
-                replaced(partial(scaled, dtype=dtype)),
-            )
-            for dtype in (torch.complex64, torch.complex128, torch.float8_e5m2)
-        },
-        "a part of a layer with other weights": (
-            sp.CollectiveMismatch,
-            "FeedForward",
-            replaced(lambda _: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16))),
-        ),
-        **{
             f"a tensor of inference mode in {name}": (
                 ValueError,
-                "made in torch.inference_mode() was given to a sum in place outside of it",
-                given(in_place, lambda x: torch.inference_mode()(x.clone)()),
+                f"made in torch.inference_mode() was given {text}",
+                given(use, kept),
             )
-            for name, in_place in IN_PLACE.items()
+            for text, uses in (
+                ("to a sum in place outside of it", IN_PLACE),
+                ("beside one that requires a gradient", LEARNING),
+            )
+            for name, use in uses.items()
         },
         "a nested tensor": (
             sp.ShapeError,

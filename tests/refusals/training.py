@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from refusals.calls import Row, Table, Wrong
+from refusals.kinds import graded
 from refusals.models import CASE
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -111,7 +112,7 @@ def conversions(axis: str) -> dict[str, Row]:
 
 
 def frozen() -> dict[str, Row]:
-    """Return the trainings of a model of which each rank has frozen another layer."""
+    """Return calls of a model that learns elsewhere on each rank, or not at all on the last."""
 
     def freeze(call: Callable[[Llama], object]) -> Wrong:
         def train(mesh: sp.Mesh, here: bool) -> object:
@@ -121,10 +122,15 @@ def frozen() -> dict[str, Row]:
 
         return train
 
-    return {
+    rows: dict[str, Row] = {
         f"{name} with another layer frozen": (sp.CollectiveMismatch, "weights learn", freeze(call))
-        for name, call in (("a backward", CALLS["a backward"][0]), ("a training step", stepped))
+        for name, call in (
+            *((name, CALLS[name][0]) for name in ("a forward", "a backward")),
+            ("a training step", stepped),
+        )
     }
+    text, ungraded = "tp_sp=False, 0 of ", graded(lambda mesh, here: called(CASE.model(mesh)))
+    return rows | {"a forward without gradients": (sp.CollectiveMismatch, text, ungraded)}
 
 
 def hooked(call: Callable[[Llama], object], name: str) -> Wrong:

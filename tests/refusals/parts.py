@@ -1,0 +1,190 @@
+"""List wrong calls of layers that were changed, such as by a replaced part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from oracle.changed_parts import CHANGES, Scaled
+from refusals.calls import Table, Wrong, comm_of
+from torch import Tensor, nn
+
+import sp_core as sp
+
+MISMATCH = sp.CollectiveMismatch
+
+
+def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
+    """Return a call of a layer, a part of which is replaced on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        layer = sp.FeedForward(4, comm=comm_of(mesh))
+        if here:
+            layer.set_submodule("up", part(comm_of(mesh)))
+        return layer(torch.ones(1, 2, 4))
+
+    return wrong
+
+
+def scaled(_: sp.Communicator, dtype: torch.dtype) -> nn.Module:
+    """Return a part of a layer that has a weight of another dtype."""
+    return Scaled(nn.Linear(4, 16), dtype)
+
+
+def elsewhere(_: sp.Communicator, *, learns: bool) -> nn.Module:
+    """Return a part of a layer on the device meta."""
+    return nn.Linear(4, 16, device="meta").requires_grad_(learns)
+
+
+def blocked(part: Callable[[sp.Communicator], nn.Module], name: str, **given: Any) -> Wrong:
+    """Return a call of a block, of which the last rank has replaced a part."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        block = sp.TransformerBlock(4, 2, comm=comm_of(mesh), **given)
+        block.set_submodule(name, part(comm_of(mesh))) if here else None
+        x, sharding = torch.ones(1, 1, 4), sp.Sharding.contiguous(2, 2)
+        return block(x, sharding=sharding, seed=1)
+
+    return wrong
+
+
+def changed(kind: Any, change: Callable[[Any], Any], use: Callable[[Any], Any]) -> Wrong:
+    """Return a use of a parallel layer with a sharding, which is changed on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        sharding = sp.Sharding.contiguous(2, 2)
+        layer = kind.from_linear(nn.Linear(4, 4), comm=comm_of(mesh), sharding=sharding)
+        layer.weight.requires_grad_(False)
+        if here:
+            change(layer)
+        return use(layer)
+
+    return wrong
+
+
+def called(layer: Any) -> Tensor:
+    """Call a parallel layer that `changed` has made."""
+    tokens = 1 if type(layer) is sp.ColumnParallelLinear else 2
+    made: Tensor = layer(torch.ones(1, tokens, layer.weight.shape[1], dtype=layer.weight.dtype))
+    return made
+
+
+def whole(layer: Any) -> object:
+    """Join a parallel layer."""
+    return layer.to_linear()
+
+
+def unbiased(layer: Any) -> None:
+    """Remove the bias of a layer."""
+    layer.bias = None
+
+
+def on_meta(part: nn.Module) -> nn.Module:
+    """Move a module to the device meta, where tensors have no values."""
+    return part.to("meta")
+
+
+def wide(layer: Any) -> None:
+    """Make the weight of a layer complex."""
+    layer.weight = nn.Parameter(layer.weight.to(torch.complex64), requires_grad=False)
+
+
+def other(name: str) -> Callable[[Any], Any]:
+    """Return a function that freezes a parameter of a layer, or lets it learn if it was frozen."""
+    return lambda layer: getattr(layer, name).requires_grad_(not getattr(layer, name).requires_grad)
+
+
+def split(kind: Any, change: Callable[[Any], Any]) -> Wrong:
+    """Return a parallel layer made of a linear layer that is changed on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        linear = nn.Linear(4, 6)
+        return kind.from_linear(change(linear) if here else linear, comm=comm_of(mesh))
+
+    return wrong
+
+
+ON_ONE_RANK: Table = {
+    "ring": {
+        **{
+            f"a {kind.__name__} of {change}": (
+                TypeError,
+                "Pass the whole layer, without hooks, parametrizations or a forward of its own",
+                split(kind, made),
+            )
+            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
+            for change, made in CHANGES.items()
+        },
+        **{
+            f"{'a whole' if use is whole else 'a call of a'} {kind.__name__} {change}": (
+                error,
+                text,
+                changed(kind, made, use),
+            )
+            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
+            for use, change, error, text, made in (
+                (called, "whose weight learns", MISMATCH, "requires_grad=", other("weight")),
+                (called, "whose bias does not", MISMATCH, "requires_grad=", other("bias")),
+                (called, "in bfloat16", MISMATCH, "bfloat16", nn.Module.bfloat16),
+                (called, "in complex64", sp.DtypeError, "weight has dtype torch.complex64", wide),
+                (called, "on meta", sp.DeviceError, "weight is on meta", on_meta),
+                (whole, "in bfloat16", MISMATCH, "bfloat16", nn.Module.bfloat16),
+                (whole, "without a bias", MISMATCH, "to_linear() of {'weight': ", unbiased),
+                (whole, "on meta", sp.DeviceError, "is on meta", on_meta),
+            )
+        },
+        **{
+            f"a {kind.__name__} of a layer on meta": (
+                sp.DeviceError,
+                "linear is on the device meta, without values. Load its weights first.",
+                split(kind, on_meta),
+            )
+            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
+        },
+        "a part of a layer that communicates": (
+            TypeError,
+            "FeedForward.up.1 is a RMSNorm, which communicates; needed is",
+            replaced(lambda comm: nn.Sequential(nn.Linear(4, 16), sp.RMSNorm(16, comm=comm))),
+        ),
+        **{
+            f"a part of a layer with a weight of {dtype}": (
+                sp.DtypeError,
+                f"dtype {dtype}; needed is one of float64, float32, float16, bfloat16",
+                replaced(partial(scaled, dtype=dtype)),
+            )
+            for dtype in (torch.complex64, torch.complex128, torch.float8_e5m2)
+        },
+        **{
+            f"a layer with a {'frozen ' * frozen}weight on meta": (
+                sp.DeviceError,
+                "FeedForward.up.weight is on meta, mesh['ring'] is on cpu",
+                replaced(partial(elsewhere, learns=not frozen)),
+            )
+            for frozen in (False, True)
+        },
+        **{
+            f"a part {name} of a block{' with dropout' * bool(given)} from torch": (
+                TypeError,
+                f"TransformerBlock.{name} is a torch.nn.modules.{text} with weights that learn",
+                blocked(part, name, **given),
+            )
+            for given in ({}, {"dropout": 0.5})
+            for name, text, part in (
+                ("norm1", "normalization.LayerNorm", lambda _: nn.LayerNorm(4)),
+                (
+                    "feed_forward",
+                    "container.Sequential",
+                    lambda comm: nn.Sequential(sp.RMSNorm(4, comm=comm), nn.Linear(4, 4)),
+                ),
+            )
+        },
+        "a part of a layer with other weights": (
+            sp.CollectiveMismatch,
+            "FeedForward",
+            replaced(lambda _: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16))),
+        ),
+    },
+}
+"""Calls that are wrong on the last rank only."""

@@ -1,0 +1,139 @@
+"""Test layers whose weights or parts were replaced, by a program or by torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from domains.declared import normal
+from llama_cases import Case
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import sp_core as sp
+from sp_core.testing import spmd
+
+HOLD: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
+    "a buffer": nn.Module.register_buffer,
+    "a plain tensor": setattr,
+}
+"""How to give a module a tensor in place of a parameter."""
+PARALLEL = (sp.ColumnParallelLinear, sp.RowParallelLinear)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("how", HOLD)
+@spmd(1, 2)
+def test_a_weight_that_is_no_parameter_computes_and_learns_as_one(
+    comm: Any, how: str, norm: str, learns: bool
+) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        block = sp.TransformerBlock(4, 2, comm=mesh["sp"], norm=norm, sinks=True)
+        x, sharding = (
+            normal(99, (2, 3, 4), "float32"),
+            sp.Sharding.contiguous(3 * comm.size, comm.size),
+        )
+        held = [*enumerate(block.named_parameters())]
+        for n, (_, weight) in held:
+            weight.data = normal(n, weight.shape, "float32")
+        before = block(x, sharding=sharding)
+        wanted = torch.autograd.grad(before.square().sum(), [weight for _, (_, weight) in held])
+        tensors = []
+        for _, (name, weight) in held:
+            owner, _, last = name.rpartition(".")
+            tensors.append(weight.detach().clone().requires_grad_(learns))
+            delattr(part := block.get_submodule(owner), last)
+            HOLD[how](part, last, tensors[-1])
+        after = block(x, sharding=sharding)
+        assert torch.equal(after, before)
+        if learns:
+            found = torch.autograd.grad(after.square().sum(), tensors)
+            torch.testing.assert_close(found, wanted)
+
+
+class Checkpointed(nn.Module):
+    """A linear layer that a checkpoint computes again in the backward."""
+
+    def __init__(self, part: nn.Linear, reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.reentrant = part, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer in a checkpoint, and more."""
+        return cast("Tensor", checkpoint(self.part, x, use_reentrant=self.reentrant)).tanh() + x
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+@spmd(1, 2)
+def test_a_checkpoint_inside_a_part_is_refused_only_if_it_would_lose_gradients(
+    comm: Any, chunk: int | None
+) -> None:
+    """A reentrant one runs the part again with weights of which the layer sums no gradients."""
+
+    def gradient(group: sp.Communicator, x: Tensor, *, reentrant: bool) -> Tensor:
+        layer = sp.FeedForward(4, 4, comm=group, chunk=chunk)
+        for n, weight in enumerate(layer.parameters()):
+            weight.data = normal(n, weight.shape, "float32")
+        held = layer.up.weight
+        layer.set_submodule("up", Checkpointed(layer.up, reentrant))
+        layer(x.requires_grad_()).square().sum().backward()
+        return cast("Tensor", held.grad)
+
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
+        whole = normal(99, (1, 2 * comm.size, 4), "float32")
+        own = sharding.shard(whole, comm.rank, 1)
+        found = gradient(mesh["sp"], own.clone(), reentrant=False)
+        torch.testing.assert_close(found, gradient(mesh[()], whole.clone(), reentrant=False))
+        with pytest.raises(ValueError, match=r"FeedForward\.up calls .* Pass use_reentrant=False"):
+            gradient(mesh["sp"], own.clone(), reentrant=True)
+
+
+@spmd(1, 2)
+def test_a_replaced_part_of_a_block_may_be_frozen_or_hold_layers_that_sum(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        block = sp.TransformerBlock(4, 2, comm=mesh["sp"])
+        x, sharding = (
+            normal(99, (2, 3, 4), "float32"),
+            sp.Sharding.contiguous(3 * comm.size, comm.size),
+        )
+        wanted = block(x, sharding=sharding)
+        block.set_submodule("norm1", nn.LayerNorm(4))
+        with torch.no_grad():
+            assert torch.equal(block(x, sharding=sharding), wanted)
+        with pytest.raises(TypeError, match=r"norm1 is a torch\.nn\..*\.LayerNorm with weights"):
+            block(x, sharding=sharding)
+        block.norm1.requires_grad_(requires_grad=False)
+        block.set_submodule("feed_forward", nn.Sequential(block.feed_forward, nn.Identity()))
+        assert torch.equal(block(x, sharding=sharding), wanted)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+@spmd(1, 2)
+def test_a_parallel_layer_keeps_its_placements_when_torch_makes_new_weights(
+    comm: Any, kind: type[sp.ColumnParallelLinear]
+) -> None:
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        layer = kind.from_linear(nn.Linear(4, 6), comm=mesh["tp"])
+        wanted = dict(layer.placements)
+        layer.to("meta").to_empty(device="cpu")
+        assert {name: vars(x)["placement"] for name, x in layer.named_parameters()} == wanted
+        x = torch.ones(2, layer.weight.shape[1])
+        before = weight_norm(layer)(x)
+        layer.load_state_dict(layer.state_dict())
+        torch.testing.assert_close(layer(x), before, equal_nan=True)
+
+
+@spmd(1, 2)
+def test_a_model_computes_with_weights_that_functional_call_gives_it(comm: Any) -> None:
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        model, tokens = Case((4, 2)).model(mesh), Case((4, 2)).tokens(1, 3)
+        weights = {name: x.detach().clone() for name, x in model.named_parameters()}
+        sharding = sp.Sharding.contiguous(3, 1)
+        found = functional_call(model, weights, (tokens,), {"sharding": sharding})
+        assert torch.equal(found, model(tokens, sharding=sharding))
