@@ -230,7 +230,7 @@ REFUSED = {
     "bench_selftest": {"--same -1": "-1 is not 0 or more"},
     "train": {
         "--ranks 1": "every number must be 2 or more",
-        "--only pp": "no mesh",
+        "--only pp": "no launch has 'pp'",
         "--steps 0": "argument --steps: 0 is not 1 or more",
     },
     "balance": {
