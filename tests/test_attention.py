@@ -118,27 +118,6 @@ def test_tensors_without_a_tangent_are_taken_at_a_level_of_forward_mode() -> Non
     assert torch.equal(out, attention_of(q, k, v))
 
 
-@pytest.mark.parametrize(
-    "terms", [{"alibi": torch.rand(8)}, {"softcap": 5.0}], ids=["alibi", "softcap"]
-)
-def test_a_block_of_several_strips_is_the_definition(terms: Any) -> None:
-    """The plain kernel cuts blocks of more than 2**20 scores, masked ones and biased ones alike."""
-    q, k, v, do = torch.randn(4, 1, 512, 8, 16, dtype=torch.float64)
-    causal = "softcap" in terms
-    x = [each.requires_grad_() for each in (q, k, v)]
-    out = attention_of(*x, **terms, mask=Mask(True, 450) if causal else None)
-    found = (out, *torch.autograd.grad(out, x, do))
-    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / 4
-    apart = torch.arange(512)[:, None] - torch.arange(512)
-    if causal:
-        scores = (5 * (scores / 5).tanh()).masked_fill((apart < 0) | (apart >= 450), -torch.inf)
-    else:
-        scores = scores - terms["alibi"].double().view(8, 1, 1) * apart.abs()
-    out = (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
-    wanted = (out, *torch.autograd.grad(out, x, do))
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-
-
 def test_alibi_depends_on_distances_alone_however_far_the_positions() -> None:
     q, k, v = torch.randn(3, 1, 6, 2, 8)
     near, far = (

@@ -32,7 +32,6 @@ from benchmarks.machine import fingerprint
 from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of
 from sp_core.testing import spmd
 
-ROOT = Path(__file__).resolve().parent.parent
 PROGRAM: dict[str, Any] = {name: pkgutil.resolve_name(path) for name, path in PROGRAMS.items()}
 starts_processes = pytest.mark.mpi_skip
 SLEEP = 0.004
@@ -231,7 +230,7 @@ REFUSED = {
     "bench_selftest": {"--same -1": "-1 is not 0 or more"},
     "train": {
         "--ranks 1": "every number must be 2 or more",
-        "--only pp": "no mesh",
+        "--only pp": "no launch has 'pp'",
         "--steps 0": "argument --steps: 0 is not 1 or more",
     },
     "balance": {
@@ -285,9 +284,9 @@ def test_bad_options_are_refused_before_anything_starts(
 
 def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
     """Every benchmark session of nox is one of these programs."""
-    sessions = re.findall(r'"benchmarks (\w+)[ "]', (ROOT / "noxfile.py").read_text())
+    sessions = re.findall(r'"benchmarks (\w+)[ "]', (launching.ROOT / "noxfile.py").read_text())
     assert {*sessions} == {*PROGRAMS} - {"gpu"}
-    texts = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
+    texts = "".join(path.read_text() for path in (launching.ROOT / "benchmarks").rglob("*.py"))
     named = re.findall(r'"(benchmarks[\w.]+:\w+)"', texts)
     named += [one.measure for one in PROGRAM.values() if isinstance(one, Contest)]
     assert len({*named} - {*PROGRAMS.values()}) == 14
@@ -308,7 +307,7 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
     )
     answer = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=ROOT,
+        cwd=launching.ROOT,
         capture_output=True,
         text=True,
         timeout=60,

@@ -22,7 +22,6 @@ from sp_core.testing import run_threads
 
 SIZES = (64, 256, 1024, 4096)
 SOME = balance.workload()[::18]
-ROOT = Path(__file__).resolve().parent.parent
 LINEAR, QUADRATIC = [float(P) for P in SIZES], [1e-6 * P * P for P in SIZES]
 
 
@@ -276,9 +275,9 @@ def test_a_wrong_result_and_an_unbalanced_count_are_told(
 
 def test_the_page_of_results_tells_the_committed_balance() -> None:
     """A record whose clock readings were rounded tells other ratios."""
-    document = json.loads((ROOT / "benchmarks" / "results" / "balance.json").read_text())
+    document = json.loads((launching.ROOT / "benchmarks" / "results" / "balance.json").read_text())
     (record, _) = document["launches"]
-    page = (ROOT / "docs" / "results.md").read_text()
+    page = (launching.ROOT / "docs" / "results.md").read_text()
     (text,) = (part for part in page.split("\n## ") if "`nox -s balance`" in part)
     for name, power in (("round_robin", 1), ("contiguous", 1), ("dynamic", -1)):
         found = balance.throughput(record, name)

@@ -16,7 +16,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from studies.commands import printed
+from studies.commands import ROOT, printed
 from test_scaling import mpi_environment
 
 from sp_core import doctor, machine
@@ -31,7 +31,6 @@ from sp_core.transport import NAMES
 # these start mpiexec, which must not be done inside mpiexec
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCTOR = (sys.executable, "-m", "sp_core", "doctor")
 
 

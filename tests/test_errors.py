@@ -163,7 +163,7 @@ def differing(mine: Any, others: Any) -> Callable[[bool], Any]:
     return lambda here: mine if here else others
 
 
-NO_MESH: list[tuple[type[Exception], str, dict[str, Any]]] = [
+NO_MESH: list[Any] = [
     (sp.ShapeError, "has 2", {"a": 3}),
     (sp.ShapeError, "sizes >= 1", {"a": 2, "b": 0}),
     (sp.ShapeError, r"no axis was given.*Mesh\(comm, tp=2\)", {}),
@@ -196,6 +196,20 @@ NO_MESH: list[tuple[type[Exception], str, dict[str, Any]]] = [
     ),
     (sp.CollectiveMismatch, "nodes=", {"nodes": differing([0, 1], [0, 0]), "a": 2}),
     (sp.CollectiveMismatch, "axes", {"a": differing(2, 1), "b": differing(1, 2)}),
+    (sp.CollectiveMismatch, "check=", {"check": differing("agree", "off"), "a": 2}),
+    (ValueError, "no such file", {"tuning": "/nonexistent/tuning.json", "a": 2}),
+    *(
+        pytest.param(
+            sp.DeviceError,
+            text,
+            {"device": device, "a": 2},
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="without CUDA"),
+        )
+        for text, device in (
+            (r"device=0 was given: .*accelerator", 0),
+            (r"rank 1.*CUDA", differing("cuda", "cpu")),
+        )
+    ),
 ]
 
 

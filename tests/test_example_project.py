@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit.plugin import wanted
 from studies.commands import outside, printed
 
 pytestmark = pytest.mark.mpi_skip  # starts a session of its own
@@ -33,7 +32,7 @@ def test_a_planted_bug_is_found_and_looks_as_the_readme_says(tmp_path: Path) -> 
     text = (copy / "ring_sum.py").read_text()
     assert text.count(LOOP) == 1
     (copy / "ring_sum.py").write_text(text.replace(LOOP, SHORT))
-    options = ("-q", "--color=no", "-p", "no:cacheprovider", *wanted())
+    options = ("-q", "--color=no", "-p", "no:cacheprovider")
     variables = outside(SP_PROFILE="quick", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "pytest", *options, "-k", "every_rank_gets_the_sum"]
     code, text = printed(command, copy, variables, 100)

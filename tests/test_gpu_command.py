@@ -13,7 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 from device.__main__ import main as run_on_device
-from test_slurm import ROOT, called, run
+from studies.commands import ROOT
+from test_slurm import called, run
 
 from ci import wheels
 

@@ -259,22 +259,6 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
     assert written.call_count == (has_cache and not rank)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"--sp-expect-ranks": 4}, "--sp-expect-ranks 4 was given, but .* has 1"),
-        ({"numprocesses": 2}, "cannot be combined"),
-    ],
-)
-def test_a_session_that_cannot_be_meant_does_not_begin(
-    options: dict[str, int], said: str, kit: Mock
-) -> None:
-    kit.config.getoption = lambda name, default=None: options.get(name, default)
-    with pytest.raises(pytest.UsageError, match=said):
-        Ranks(kit.config, Session())
-    assert kit.mock_calls == [call.requests.install()]
-
-
 @pytest.mark.parametrize("xml", [None, "junit.xml"])
 def test_a_session_watches_this_rank_until_it_ends(
     xml: str | None, kit: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

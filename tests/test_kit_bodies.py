@@ -117,6 +117,15 @@ def generator(comm: Any) -> Any:
         (lambda: given(n=cast("Any", 3)), failure_of, "got n=3. Pass a strategy"),
         (lambda: given(cast("Any", "2")), failure_of, "got nprocs='2'. Pass a strategy"),
         *(
+            (lambda size=size: spmd(size), failure_of, r"write @spmd\(\)")
+            for size in (failure_of, 2.0, "2")
+        ),
+        (
+            lambda: lambda body: given(n=st.integers())(body)(),
+            lambda comm, n, fixture: None,
+            "missing a required argument: 'fixture'",
+        ),
+        *(
             (lambda late=late: given(n=late), failure_of, "all ranks see the same example")
             for late in (st.data(), st.randoms(), st.randoms(use_true_random=True))
         ),
@@ -157,11 +166,6 @@ def test_decorators_of_hypothesis_are_refused_where_nothing_is_drawn(decorator: 
     with pytest.raises((TypeError, RankFailure), match="@spmd draws nothing"):
         decorator(spmd(1)(lambda comm: ran.append(comm)))()
     assert not ran
-
-
-def test_an_argument_that_is_missing_is_named_before_a_body_runs() -> None:
-    with pytest.raises(TypeError, match="missing a required argument: 'fixture'"):
-        given(n=st.integers())(lambda comm, n, fixture: None)()
 
 
 def test_a_body_that_returns_a_result_fails() -> None:

@@ -195,13 +195,6 @@ def test_values_that_cannot_be_sent_fail_their_own_test_only(values: Any) -> Non
     assert not leads() or "Draw values that can be pickled" in str(caught.value)
 
 
-def test_sizes_that_are_no_ranks_are_refused() -> None:
-    wrong: tuple[Any, ...] = (test_sizes_that_are_no_ranks_are_refused, 2.0, "2")
-    for size in wrong:
-        with pytest.raises(TypeError, match=r"write @spmd\(\)"):
-            spmd(size)
-
-
 @pytest.mark.parametrize("replay", [False, True])
 def test_raw_replay_finds_what_the_checks_hide(
     monkeypatch: pytest.MonkeyPatch, replay: bool

@@ -220,12 +220,6 @@ def test_an_operation_has_one_name_and_those_of_the_program_share_one() -> None:
     own.Free()
 
 
-def test_threads_share_a_sum_evenly_without_counts() -> None:
-    values = {"sendbuf": np.arange(4.0), "recvbuf": np.zeros(3), "op": None, "recvcounts": None}
-    with pytest.raises(ValueError, match=r"^4 elements are not \[3, 3\]$"):
-        moved("Reduce_scatter", [flow("Reduce_scatter", rank, 2, values) for rank in range(2)])
-
-
 SIX, TWO, NO = np.arange(6.0), np.zeros(2), np.zeros(0)
 BOTH = {"sendbuf": SIX, "op": None}
 SHARES = {"sendbuf": np.arange(4.0), "recvbuf": TWO, "op": None}

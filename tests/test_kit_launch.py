@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kit.plugin import wanted
 from studies.commands import outside, printed
 
 from sp_core.launch import deaths, watch
@@ -28,7 +27,7 @@ TESTS = Path(__file__).parent
 KIT = TESTS / "kit"
 SECONDS = 100
 PATHS = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-PYTEST = ("-m", "pytest", "--color=no", "-p", "no:benchmark", *wanted())
+PYTEST = ("-m", "pytest", "--color=no", "-p", "no:benchmark")
 
 
 def run(*command: str, **env: str) -> tuple[int | None, str]:

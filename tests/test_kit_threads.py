@@ -103,18 +103,43 @@ def test_each_rank_computes_with_one_thread_of_torch() -> None:
         torch.set_num_threads(usual)
 
 
-@pytest.mark.parametrize("name", ["Iprobe", "wait", "Cancel"])
-def test_a_call_that_threads_lack_says_where_it_is(name: str) -> None:
-    def call(comm: Any) -> None:
-        getattr(comm if name == "Iprobe" else comm.Ibarrier(), name)()
-
-    with pytest.raises(RankFailure, match=f"has no {name!r}. .* Run this test under mpiexec"):
-        run_threads(1, call)
-
-
-def test_a_rank_that_has_ended_is_not_told_of_a_deadlock() -> None:
-    with pytest.raises(RankFailure, match="rank 0: finished\n"):
-        run_threads(2, lambda comm: comm.Recv(np.zeros(1), 0) if comm.rank else None)
+@pytest.mark.parametrize(
+    ("ranks", "said", "body"),
+    [
+        *(
+            (
+                2,
+                f"{op}: rank {peer} is not one of the 2 ranks",
+                lambda comm, op=op, peer=peer: getattr(comm, op)(np.zeros(1), peer),
+            )
+            for op in ("Isend", "Irecv")
+            for peer in (-1, 2, None, MPI.ANY_SOURCE)
+        ),
+        *(
+            (
+                1,
+                f"{op} on rank 0 of 1: no message has the tag {tag}",
+                lambda comm, op=op, tag=tag, peer=peer: getattr(comm, op)(np.zeros(1), peer, tag),
+            )
+            for op, tag in (("Isend", MPI.ANY_TAG), ("Isend", -5), ("Irecv", -5))
+            for peer in (0, MPI.PROC_NULL)
+        ),
+        (1, "has no 'Iprobe'. .* Run this test under mpiexec", lambda comm: comm.Iprobe()),
+        *(
+            (
+                1,
+                f"has no {name!r}. .* Run this test under mpiexec",
+                lambda comm, name=name: getattr(comm.Ibarrier(), name)(),
+            )
+            for name in ("wait", "Cancel")
+        ),
+        (2, "rank 0: finished\n", lambda comm: comm.Recv(np.zeros(1), 0) if comm.rank else None),
+    ],
+)
+def test_what_ranks_that_are_threads_cannot_do_is_told(ranks: int, said: str, body: Any) -> None:
+    """A rank that waits for one that has ended is in no deadlock."""
+    with pytest.raises(RankFailure, match=said):
+        run_threads(ranks, body)
 
 
 def test_reductions_add_in_rank_order() -> None:
@@ -370,20 +395,6 @@ def test_a_wait_goes_on_after_a_receive_that_the_rank_itself_has_posted() -> Non
         return into.tolist()
 
     assert run_threads(1, body) == [[1.0, 2.0]]
-
-
-@pytest.mark.parametrize("peer", [-1, 2, None, MPI.ANY_SOURCE])
-@pytest.mark.parametrize("op", ["Isend", "Irecv"])
-def test_a_peer_that_is_no_rank_is_refused(op: str, peer: int | None) -> None:
-    with pytest.raises(RankFailure, match=f"{op}: rank {peer} is not one of the 2 ranks"):
-        run_threads(2, lambda comm: getattr(comm, op)(np.zeros(1), peer))
-
-
-@pytest.mark.parametrize("peer", [0, MPI.PROC_NULL])
-@pytest.mark.parametrize(("op", "tag"), [("Isend", MPI.ANY_TAG), ("Isend", -5), ("Irecv", -5)])
-def test_a_tag_that_no_message_has_is_refused(op: str, tag: int, peer: int) -> None:
-    with pytest.raises(RankFailure, match=f"{op} on rank 0 of 1: no message has the tag {tag}"):
-        run_threads(1, lambda comm: getattr(comm, op)(np.zeros(1), peer, tag))
 
 
 def test_a_rank_counts_from_0_with_each_counter_and_may_be_alone() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -22,12 +21,10 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
-from sp_core.nn.block import ParallelBlock
 from sp_core.nn.gradients import (
     Placement,
     clip_gradient_norm,
     place,
-    placement_of,
     reduce_gradients,
 )
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
@@ -63,18 +60,6 @@ def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(co
         mixed = [*weights, elsewhere] if comm.rank == 0 else weights
         with pytest.raises(sp.DeviceError, match="a parameter is on meta"):
             reduce_gradients(mixed, data=tokens)
-
-
-@spmd(1, 2, 4)
-def test_weights_of_a_key_head_are_partial_if_several_ranks_hold_it(comm: Any) -> None:
-    """Only then has each rank a summand of their gradient, which an all-reduce has to add."""
-    with sp.Mesh(comm, device=device(), tp=comm.size) as mesh:
-        for kv_heads in (1, 2, 4):
-            block = ParallelBlock(
-                8, 4, (4, kv_heads), 2, 1e-5, comm=mesh["tp"], dtype=torch.float32, tp_sp=False
-            )
-            placement = placement_of(block.get_parameter("self_attn.k_proj.weight"))
-            assert placement.partial == (kv_heads < comm.size)
 
 
 OTHER: dict[str, Any] = {
@@ -225,14 +210,6 @@ def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(comm: Any) -> 
         assert weight.grad.tolist() == [3.0, 4.0]
         with pytest.raises(ValueError, match="max_norm=0 was given"):
             clip_gradient_norm([weight], number(0), tensor=one)
-
-
-def test_a_rope_of_another_head_dim_is_refused() -> None:
-    there: Any = SimpleNamespace(agree_on=str)
-    for made in (sp.SelfAttention, sp.TransformerBlock):
-        with pytest.raises(sp.ShapeError, match=r"Rope\(8, .* head_dim 4; pass Rope\(4\)"):
-            made(16, 4, comm=there, rope=sp.Rope(8))
-        made(16, 4, comm=there, rope=sp.Rope(4))
 
 
 @pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])

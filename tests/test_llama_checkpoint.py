@@ -304,17 +304,6 @@ def test_what_is_not_supported_is_refused(what: str) -> None:
         LlamaConfig.from_dict({**CASE.config.to_dict(), **changes})
 
 
-@spmd(2)
-def test_layers_that_are_split_over_stages_are_not_saved(comm: Any, tmp_path: Path) -> None:
-    folder = shared(comm, tmp_path)
-    with (
-        sp.Mesh(comm, pp=2) as mesh,
-        pytest.raises(sp.CheckpointError, match=r"rank 0: .*2 stages.*without pp"),
-    ):
-        save(create(Case((4, 2)).config, mesh), folder / "staged")
-    assert not contents(folder)
-
-
 @spmd(3)
 def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
     folder = shared(comm, tmp_path)

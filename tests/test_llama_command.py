@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from llama_cases import Case
-from studies.commands import outside, printed
+from studies.commands import ROOT, outside, printed
 from test_llama_checkpoint import written
 
 from sp_core.__main__ import main
@@ -29,7 +29,6 @@ from sp_core.testing import run_threads
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
-ROOT = Path(__file__).resolve().parent.parent
 CASE = Case((6, 3), layers=1, vocab=256, seed=4)
 
 

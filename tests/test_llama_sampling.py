@@ -20,7 +20,6 @@ from sp_core.llama import Sampling, create, generate
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
-GREEDY = Case((6, 3), layers=1, scaling="llama3", vocab=31, seed=11)
 
 
 def test_each_prompt_of_each_seed_has_random_numbers_of_its_own() -> None:

@@ -163,12 +163,6 @@ def test_a_machine_is_told_apart_by_its_mpi(loaded: bool, monkeypatch: pytest.Mo
 
 
 @spmd(2)
-def test_ranks_with_different_checks_are_told_so(comm: Any) -> None:
-    with pytest.raises(sp.CollectiveMismatch, match="check="):
-        sp.Mesh(comm, check="agree" if comm.rank else "off", sp=2)
-
-
-@spmd(2)
 def test_checks_are_made_again_after_an_error_in_a_block_without_them(comm: Any) -> None:
     with sp.Mesh(comm, sp=2) as mesh:
         with pytest.raises(KeyError), mesh["sp"].agreed():
@@ -187,18 +181,6 @@ def test_lengths_and_nodes_are_those_of_ranks_in_another_order_of_axes(comm: Any
     assert found.tolist() == [rank for rank in range(comm.size) for _ in range(rank)]
 
 
-@pytest.mark.parametrize("transport", ["host", "window"])
-@pytest.mark.parametrize("shape", [(2**70,), (2**70, 0), (2**32, 2**31), (0, 2**62, 2**62)])
-@spmd(2)
-def test_a_shape_beyond_int64_is_refused_on_both_ranks(
-    comm: Any, shape: tuple[int, ...], transport: str
-) -> None:
-    with sp.Mesh(comm, transport=transport, sp=2) as mesh:
-        with pytest.raises(sp.RankError, match=r"rank 1: .* bytes were asked for, but rank 1"):
-            sp.shared_empty(shape if comm.rank else (1,), comm=mesh["sp"])
-        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 2
-
-
 @spmd(2)
 def test_numbers_of_numpy_are_those_of_python(comm: Any) -> None:
     two: Any = np.int64(2) if comm.rank else 2
@@ -208,20 +190,6 @@ def test_numbers_of_numpy_are_those_of_python(comm: Any) -> None:
         last: Any = np.int64(-1)
         whole = sp.all_gather(mine, comm=mesh["sp"], sizes=[two, two], dim=last)
         assert whole.tolist() == [2.0] * 4
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
-@spmd(2)
-def test_a_number_is_that_of_an_accelerator(comm: Any) -> None:
-    with pytest.raises(sp.DeviceError, match=r"device=0 was given: .*accelerator"):
-        sp.Mesh(comm, device=0, sp=comm.size)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
-@spmd(2)
-def test_a_device_that_is_not_there_on_one_rank(comm: Any) -> None:
-    with pytest.raises(sp.DeviceError, match=r"rank 1.*CUDA"):
-        sp.Mesh(comm, device="cuda" if comm.rank else "cpu", sp=comm.size)
 
 
 @pytest.mark.parametrize("others", ["call", "free", "end"])

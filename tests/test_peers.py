@@ -25,7 +25,6 @@ from benchmarks.statistics import Interval, Requirement, exact_interval
 from sp_core import transport
 from tests.oracle.reference.dense import visible
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS = "ring/zigzag/off"
 CONTESTANTS = 34
 WHOLE = problem.draw(32, 0, 4, 8)

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from studies.commands import printed
+from studies.commands import ROOT, printed
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi, pytest.mark.every_mpi]
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_program_runs_on_two_ranks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from oracle import reference
 from torch import Tensor
-from torch.nn import functional as F
 
+from benchmarks.cases.block import alone
 from sp_core.testing.tolerance import bound, check_close, error_ratio, unit_roundoff
 
 Sizes = dict[str, Any]
@@ -171,26 +172,6 @@ def block(
     return reference.sensitivity(run, {"x": x, **w}, samples)
 
 
-def torch_block(x: Tensor, w: dict[str, Tensor], heads: int) -> Tensor:
-    """Compute the same causal block with torch's own functions."""
-
-    def normed(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
-
-    y = normed(x, "norm1")
-    q, k, v = (
-        linear(y, f"attention.{n}").unflatten(2, (heads, -1)).transpose(1, 2)
-        for n in ("q_proj", "k_proj", "v_proj")
-    )
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    x = x + linear(attended, "attention.o_proj")
-    up = linear(normed(x, "norm2"), "feed_forward.up")
-    return x + linear(F.gelu(up), "feed_forward.down")
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_gradient_is_off_by_the_roundings_of_logits_that_the_backward_computes_again(
     dtype: torch.dtype,
@@ -200,7 +181,8 @@ def test_a_gradient_is_off_by_the_roundings_of_logits_that_the_backward_computes
     bias = w["attention.k_proj.bias"].add_(1e3).requires_grad_()
     x, do = torch.randn(2, 99, 8, dtype=dtype), torch.randn(2, 99, 8, dtype=dtype)
     scale = block(x, w, do, num_heads=4, norm="layer", causal=True).scales["attention.k_proj.bias"]
-    (found,) = torch.autograd.grad(torch_block(x, w, 4), bias, do)
+    case: Any = SimpleNamespace(mask="causal", shape={"heads": 4, "kv_heads": 4, "head_dim": 6})
+    (found,) = torch.autograd.grad(alone(x, w, case), bias, do)
     assert check_close("bias", found, torch.zeros_like(scale), bound(scale, dtype)) > 0.01
 
 

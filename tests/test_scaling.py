@@ -28,7 +28,6 @@ from sp_core.testing import run_threads
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = [
     "--hidden",
     "64",
@@ -49,9 +48,9 @@ TINY = [
 
 def mpi_environment() -> dict[str, str]:
     """Return this environment with the variables that ci/ sets for Open MPI and MPICH."""
-    texts = [(ROOT / "ci" / f"env.{name}").read_text() for name in ("openmpi", "mpich")]
+    texts = [(launching.ROOT / "ci" / f"env.{name}").read_text() for name in ("openmpi", "mpich")]
     lines = [line for line in "".join(texts).splitlines() if line and not line.startswith("#")]
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    path = os.pathsep.join((str(launching.ROOT), os.environ.get("PYTHONPATH", "")))
     return {**dict(line.split("=", 1) for line in lines), **os.environ, "PYTHONPATH": path}
 
 
@@ -59,7 +58,7 @@ def program(name: str, *options: str) -> str:
     """Run a benchmark program that must succeed. Return its output."""
     answer = subprocess.run(
         [sys.executable, "-m", "benchmarks", name, *options],
-        cwd=ROOT,
+        cwd=launching.ROOT,
         env=mpi_environment(),
         capture_output=True,
         text=True,

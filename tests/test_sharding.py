@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,16 +25,6 @@ def test_consecutive_tokens_are_a_view(seq_len: int, size: int, start: int) -> N
     for rank, length in enumerate(sharding.lengths):
         shard = sharding.shard(x, rank, 1)
         assert not length or shard.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("layout", [Sharding.contiguous, Sharding.zigzag, Sharding.striped])
-@pytest.mark.parametrize("start", [0, 2, 5, 100])
-def test_positions_follow_the_start_without_a_gap(
-    layout: Callable[..., Sharding], start: int
-) -> None:
-    made = layout(7, 3, start=start)
-    found = torch.cat([made.positions(rank) for rank in range(3)])
-    assert found.sort().values.tolist() == [*range(start, start + 7)]
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.int32, np.int64, np.uint64])

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from studies.commands import printed
+from studies.commands import ROOT, printed
 from test_scaling import TINY
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
-ROOT = Path(__file__).resolve().parent.parent
 SUBMIT = ROOT / "ci" / "slurm" / "submit.sh"
 JOB = ROOT / "ci" / "slurm" / "scaling.sbatch"
 NOX = ROOT / "ci" / "slurm" / "nox.sbatch"

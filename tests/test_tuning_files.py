@@ -180,12 +180,6 @@ def test_a_user_without_a_home_folder_has_no_constants(
 
 
 @spmd(2)
-def test_a_named_file_that_is_not_there_is_an_error_on_every_rank(comm: Any) -> None:
-    with pytest.raises(ValueError, match="no such file"):
-        sp.Mesh(comm, tuning="/nonexistent/tuning.json", sp=2)
-
-
-@spmd(2)
 def test_the_environment_names_a_file(
     comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

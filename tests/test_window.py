@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import re
@@ -49,8 +50,7 @@ SUMS: dict[str, Any] = {
     "slot": 15,
     "dtype": torch.float32,
 }
-"""With one slot fewer, a rank would overwrite data that others still read, in about half of the
-orders of steps."""
+"""With one slot fewer, a rank overwrites what others still read in about half of the orders."""
 
 
 @example(**SUMS, seed=3)
@@ -385,16 +385,16 @@ def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(
     run_threads(3, body)
 
 
-@pytest.mark.parametrize("length", [10**14, 10**30])
+@pytest.mark.parametrize("shape", [(10**14,), (10**30,), (2**70, 0), (2**62, 4), (0, 2**62, 2**62)])
 @pytest.mark.parametrize("transport", ["host", "window"])
 @spmd(1, 3)
 def test_no_memory_for_a_shared_tensor_is_an_error_on_all_ranks(
-    comm: Any, transport: str, length: int
+    comm: Any, transport: str, shape: tuple[int, ...]
 ) -> None:
-    """The length may be too much for one rank only, or too great for int64."""
+    """The shape may be too much for one rank only, or have no number of bytes in int64."""
     with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
         for is_asked in (True, comm.rank == 0):
             with pytest.raises(sp.RankError, match="rank 0 cannot allocate") as caught:
-                sp.shared_empty((length if is_asked else 3,), comm=mesh["sp"])
-            assert f"{4 * length:,} bytes" in str(caught.value)
+                sp.shared_empty(shape if is_asked else (3,), comm=mesh["sp"])
+            assert f"{4 * math.prod(shape):,} bytes" in str(caught.value)
         assert sp.shared_empty((3,), comm=mesh["sp"]).tolist() == [0, 0, 0]

@@ -131,7 +131,7 @@ class Contest:
         if options.list:
             print("\n".join(one.name for one in entries))
             return 0
-        if not entries:
+        if not any(options.only in one.name for one in entries):
             raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
         path = str(options.out)
         out = writable(Path(path.replace("{mpi}", installed()) if "{mpi}" in path else path))

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
-from benchmarks.launching import REPORTS, Record, UsageError, about, numbers_of_ranks
+from benchmarks.launching import REPORTS, Record, about, numbers_of_ranks
 from benchmarks.options import at_least
 from benchmarks.reporting.page import COLOURS, styled
 from benchmarks.reporting.tables import make
@@ -49,8 +49,6 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     entries = [Entry(ALONE, len(DTYPES), job, needed=True)]
     for ranks in numbers_of_ranks(options.ranks, least=2):
         entries += [Entry(one.name, ranks, {**job, "place": one}) for one in places(ranks)]
-    if not any(options.only in one.name for one in entries):
-        raise UsageError(f"no mesh of these ranks has {options.only!r} in its name.")
     return {"setting": msgspec.structs.asdict(setting), "fault": options.plant}, entries
 
 

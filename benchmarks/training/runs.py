@@ -21,6 +21,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 import sp_core as sp
 from benchmarks.corpus import source_bytes
@@ -246,7 +247,7 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
             again = load(folder, mesh, **how)
             found = gradients(again, setting.batch(step), setting.max_norm, layout)
             stored = load_file(folder.with_suffix(".safetensors"))
-            for kind, (ratio, name) in compare(again, found, stored).items():
+            for kind, ratio, name in compare(again, found, stored):
                 worst[kind] = max(worst.get(kind, (0.0, "")), (ratio, f"{name} at step {step}"))
         return {
             "place": place.name,
@@ -259,8 +260,10 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
         }
 
 
-def compare(model: Llama, found: dict[str, Tensor], stored: dict[str, Tensor]) -> Worst:
-    """Return the worst error over its bound, on any rank, of the loss, gradients and norms."""
+def compare(
+    model: Llama, found: dict[str, Tensor], stored: dict[str, Tensor]
+) -> list[tuple[str, float, str]]:
+    """Return kind, greatest error over its bound on any rank, and name of each result."""
     rank, ratios = model.grid.tensor.rank, []
     weights = {checkpoint_name(name): weight for name, weight in model.named_parameters()}
     for name, x in found.items():
@@ -271,11 +274,10 @@ def compare(model: Llama, found: dict[str, Tensor], stored: dict[str, Tensor]) -
         ratios.append(error_ratio(x, expected, bound(scale, model.dtype)))
     mine = torch.tensor(ratios, dtype=torch.float64)
     greatest = sp.all_reduce(mine, comm=model.grid.everyone, op="max")
-    worst: Worst = {}
-    for name, ratio in zip(found, greatest.tolist(), strict=True):
-        kind = "gradients" if name in weights else name
-        worst[kind] = max(worst.get(kind, (0.0, "")), (ratio, name))
-    return worst
+    return [
+        ("gradients" if name in weights else name, ratio, name)
+        for name, ratio in zip(found, greatest.tolist(), strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -348,7 +350,7 @@ def expected(
         losses = []
         for row in rows:
             logits = reference.llama(row, leaves, num_heads=num_heads, rounding=rounding)
-            losses.append(reference.next_token_loss(logits, row) * (row.shape[1] - 1))
+            losses.append(F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="sum"))
         loss = torch.stack(losses).sum() / count
         return loss, {"loss": loss.reshape(1)}
 
@@ -366,7 +368,7 @@ def _keep_gradients(mesh: sp.Mesh, folder: Path, setting: Setting, step: int) ->
     for name, share in (("norm", 1.0), ("clipped norm", factor)):
         values[name], scales[name] = (norm.reshape(1) * share for norm in norms)
     stored = {**values, **{f"scale {name}": scale for name, scale in scales.items()}}
-    worst = max(ratio for ratio, _ in compare(model, found, stored).values())
+    worst = max(ratio for _, ratio, _ in compare(model, found, stored))
     save_file({**stored, **found}, folder.with_suffix(".safetensors"))
     return worst
 

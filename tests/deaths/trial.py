@@ -17,7 +17,6 @@ from typing import Any
 
 from deaths.ways import RAISED, SILENT
 from kit.faults import CRASH_MINIMUM, CRASHES, FAULTS
-from kit.plugin import wanted
 from studies import records
 from studies.commands import RANKS as FAULT_RANKS, ROOT, on_ranks, outside, printed
 
@@ -34,7 +33,7 @@ ENDING_SECONDS = 1.0
 Row = dict[str, Any]
 FAULT_SECONDS = 500.0
 CASE, FAULT_CASE = "tests/deaths/case_death.py", "tests/deaths/case_fault.py"
-OPTIONS = ("-q", "--color=no", "-p", "no:cacheprovider", *wanted())
+OPTIONS = ("-q", "--color=no", "-p", "no:cacheprovider")
 BEFORE, END, AFTER = "test_of_before", "test_of_the_end", "test_of_after"
 
 

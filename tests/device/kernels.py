@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from oracle.attention_check import check_attention
-from oracle.strategies import AttentionProblem
+from oracle.strategies import DTYPES, AttentionProblem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_core as sp
@@ -35,7 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"mask": sp.Mask(causal=True), "softcap": 5.0},
     "alibi": {"mask": sp.Mask(causal=True), "alibi": 0.5},
 }
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128, 100, 33, 256, 264)
 LAYOUTS = ("plain", "padded")
 LSE = ("", "lse")

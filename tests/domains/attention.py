@@ -217,12 +217,7 @@ def grid_of(drawn: Values) -> tuple[dict[str, Any], tuple[str, ...]]:
     return {axis: lengths[axis] for axis in named}, tuple(axes[::step])
 
 
-def by_hand(*given: Any, **named: Any) -> Any:
-    """Stand for a user's own attention: call `local_attention`."""
-    return sp.local_attention(*given, **named)
-
-
-INNER: Parts = {"default": lambda c, v: sp.local_attention, "the user's own": lambda c, v: by_hand}
+INNER: Parts = {"default": lambda c, v: None, "the user's own": lambda c, v: sp.local_attention}
 GRID: dict[str, Parts] = {
     "mesh.ring": spans((2, 2), (1, 1), (3, 3), (4, 5)),
     "mesh.ulysses": spans((2, 2), (1, 1), (3, 3), (4, 5)),

@@ -148,6 +148,7 @@ GIVEN_INSTEAD_OF_NONE = {
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), (2, 2)),
     "documents": (0, 4),
     "scheme": "ring",
+    "inner": sp.local_attention,
     "stop": (2, 3),
     **dict.fromkeys(("count", "window", "chunk"), 3),
     "max_file_bytes": 1000,

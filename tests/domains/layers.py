@@ -192,13 +192,11 @@ class Problem:
 
         A sum of n terms may be off by (n - 1) u times their sizes, for a round-off u (Higham,
         "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2). Equal tokens come
-        near this bound: the roundings of all partial sums have one sign
-        (`test_attention_to_equal_keys_is_off_by_their_number`). The scale only contains the
-        roundings of the terms, which partly cancel.
+        near this bound: the roundings of all partial sums have one sign. The scale only
+        contains the roundings of the terms, which partly cancel.
 
-        torch's kernel of layer norm adds the tokens in the dtype of its weights
-        (`test_layer_norm_adds_tokens_in_the_dtype_of_its_weights`). Matrix products accumulate in
-        float32 or wider; a feed-forward in chunks adds the products of the chunks.
+        torch's kernel of layer norm adds the tokens in the dtype of its weights. Matrix products
+        accumulate in float32 or wider; a feed-forward in chunks adds the products of the chunks.
         """
         batch, seq_len, _ = self.whole.shape
         terms = 0 if name in ("out", "x") else batch * seq_len

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from random import Random
 
 import torch
@@ -16,6 +15,7 @@ from domains import layers
 from domains.declared import Call, Values, leaf, same, spans, values, whole
 from domains.exact import places
 from domains.layers import MODES, TOKENS
+from domains.placements import HELD
 from domains.situations import on_group
 from sp_core.segments import split_sizes
 
@@ -23,17 +23,10 @@ SPLIT = {"ColumnParallelLinear": "linear.out_features", "RowParallelLinear": "li
 """By layer, the factor of the features that are split over the ranks."""
 
 
-def uneven(chance: Random, drawn: Values, *, of: str) -> tuple[int, ...]:
-    """Return how many features each rank has, a random number on each."""
-    inner = sorted(chance.randint(0, drawn[of]) for _ in range(drawn["comm.ranks"] - 1))
-    return tuple(stop - start for start, stop in pairwise((0, *inner, drawn[of])))
-
-
-def on_one(chance: Random, drawn: Values, *, of: str) -> tuple[int, ...]:
-    """Return how many features each rank has: one random rank has all."""
-    size = drawn["comm.ranks"]
-    chosen = chance.randrange(size)
-    return tuple(drawn[of] * (rank == chosen) for rank in range(size))
+def sizes(chance: Random, drawn: Values, *, of: str, held: str) -> tuple[int, ...]:
+    """Return how many features each rank has: dealt in a way of `HELD`, to ranks in any order."""
+    found = [sum(map(len, part)) for part in HELD[held](chance, drawn[of], drawn["comm.ranks"])]
+    return tuple(chance.sample(found, len(found)))
 
 
 def whole_numbers(drawn: Values, key: int, *shape: int) -> Tensor:
@@ -182,8 +175,8 @@ SUBJECTS = [
         | {
             "sizes": {
                 "default": lambda c, v: None,
-                "uneven": partial(uneven, of=of),
-                "on one rank": partial(on_one, of=of),
+                "uneven": partial(sizes, of=of, held="unevenly"),
+                "on one rank": partial(sizes, of=of, held="all on the last rank"),
             }
         },
         partial(on_ranks, name),

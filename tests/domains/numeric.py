@@ -244,7 +244,7 @@ STRIPS = {
     "causal": "True",
     "softcap": "0.5",
 }
-"""A row with so many scores that the plain kernel cuts a causal block into several strips."""
+"""A row with so many scores that the plain kernel cuts a block into several strips."""
 
 # merge
 
@@ -371,7 +371,7 @@ SUBJECTS = [
             | {"(length)": spans((10, 40), (0, 0), (1, 9), (101, 140))}
         ),
         attended,
-        together=(attention.WIDE, STRIPS),
+        together=(attention.WIDE, STRIPS, STRIPS | {"causal": "False", "alibi": "0.5"}),
     ),
     pure(
         "merge",

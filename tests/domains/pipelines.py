@@ -106,14 +106,11 @@ def one_second(stage: int, slot: Slot) -> float:
     return 1.0
 
 
-def one_by_one(_: Random, drawn: Values) -> Sequence[Order]:
+def one_by_one(stages: int, batches: int) -> tuple[tuple[Slot, ...], ...]:
     """Return orders in which each micro-batch runs forward and backward before the next begins."""
-    slots = tuple(
-        Slot(direction, batch)
-        for batch in range(drawn["orders.batches"])
-        for direction in ("F", "B")
-    )
-    return (slots,) * drawn["orders.stages"]
+    return (
+        tuple(Slot(direction, batch) for batch in range(batches) for direction in ("F", "B")),
+    ) * stages
 
 
 def seconds_of(chance: Random, _: Values, *, longest: int) -> Any:
@@ -267,9 +264,9 @@ SUBJECTS = [
                         "gpipe": gpipe,
                         "1f1b": one_forward_one_backward,
                         "forward": prefill_only,
+                        "one by one": one_by_one,
                     }.items()
                 },
-                "one by one": one_by_one,
                 "nothing to do": lambda c, v: ((),) * v["orders.stages"],
                 "no stage": lambda c, v: (),
             },

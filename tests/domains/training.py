@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 import sp_core as sp
 from domains import models
 from domains.declared import Call, Parts, Values, spans, values
+from domains.masks import boundaries
 from domains.models import (
     FEW_CALLS,
     ONE_CALL,
@@ -29,25 +30,19 @@ from domains.models import (
     meshes,
     on_model,
 )
+from domains.pipelines import one_by_one
 from domains.situations import CALLS, on_mesh
 from sp_core.llama import Llama
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
 from sp_core.llama.train import backward, load_training, save_training, train_step
 from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import IGNORED
-from sp_core.scheduling import Slot, gpipe, one_forward_one_backward
+from sp_core.scheduling import gpipe, one_forward_one_backward
 from sp_core.segments import split_ranges
 from sp_core.testing import device, run_threads
 
 Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]
 """Tokens and labels (B, S) of all replicas and ranks, with their sharding and their mask."""
-
-
-def one_by_one(stages: int, batches: int) -> tuple[tuple[Slot, ...], ...]:
-    """Return a user's own schedule: each micro-batch runs forward and backward before the next."""
-    return (
-        tuple(Slot(direction, batch) for batch in range(batches) for direction in ("F", "B")),
-    ) * stages
 
 
 LENGTHS: Parts = {
@@ -91,8 +86,8 @@ def micro_batches(case: Case, drawn: Values) -> list[Whole]:
     chance, found = Random(drawn["seed"]), list[Whole]()
     size = models.sequence_ranks(drawn)
     for number, length in enumerate(drawn["tokens.lengths"]):
-        cuts = sorted(chance.randint(0, length) for _ in range(drawn["mask.documents"] - 1))
-        mask = sp.Mask(causal=True, documents=(0, *cuts, length) if cuts else None)
+        ends = boundaries(chance, drawn["mask.documents"], 0, length)
+        mask = sp.Mask(causal=True, documents=ends if len(ends) > 2 else None)
         tokens = (case.tokens(drawn["tokens.batch"], length) + number) % case.vocab
         labels = labels_of(tokens, mask)
         if drawn["labels"] == "some ignored":

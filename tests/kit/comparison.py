@@ -97,16 +97,10 @@ def record(
 
 def pair_of_sides() -> tuple[Side, Side]:
     """Return a base and a head that exist in no repository."""
-    base, head = (
-        Side(
-            name,
-            Path("nowhere"),
-            name,
-            letter * 40,
-        )
-        for name, letter in (("base", "b"), ("head", "c"))
+    return (
+        Side("base", Path("nowhere"), "base", "b" * 40),
+        Side("head", Path("nowhere"), "head", "c" * 40),
     )
-    return base, head
 
 
 def compared(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import compileall
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,9 +26,9 @@ from mutants.reach import NEAR, STAGES
 from mutants.tally import Result
 from mutants.trial import ON_RANKS, Outcome, tried
 from studies.commands import ROOT
-from studies.records import add_line, read_lines, write
+from studies.records import add_line, named, read_lines, write
 
-from benchmarks.launching import parse
+from benchmarks.launching import commit, parse
 
 NUMBER, NUMBER_OF_KIT = 500, 150
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -54,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(f"stale: {entry}" for entry in old), sep="\n", flush=True)
         return 2
     chosen = selected(sample.drawn(found, options.number, options.seed), options.only)
-    described = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.check_output(described, cwd=ROOT, text=True).strip()
-    heading = f"Commit {commit}, seed {options.seed}, {len(chosen)} of {len(found)} edits"
+    heading = f"Commit {named(commit())}, seed {options.seed}, {len(chosen)} of {len(found)} edits"
     print(heading, flush=True)
     end = time.monotonic() + options.seconds
     compileall.compile_dir(ROOT / "sp_core", quiet=1)  # otherwise every copy would compile again

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kit.plugin import wanted
 from mutants.plugin import REACH, TESTS, WITNESS
 from studies.commands import APART, copied, on_ranks, outside, printed
 
@@ -158,7 +157,7 @@ def run_stage(copy: Path, stage: Stage) -> Ending:
     )
     variables |= {**WATCHDOG, **stage.variables}
     limited = () if REACH in variables else LIMITED
-    options = ["-q", "-x", "--tb=short", *wanted(), *PLUGINS, *limited, *stage.files]
+    options = ["-q", "-x", "--tb=short", *PLUGINS, *limited, *stage.files]
     command = [sys.executable, "-m", "pytest", *options]
     if stage.name in (NEAR_RANKS, ON_RANKS):
         command = on_ranks(stage.seconds, *options)

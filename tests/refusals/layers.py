@@ -151,6 +151,14 @@ ROWS: list[Row] = [
         )
     ),
     *(
+        (
+            sp.ShapeError,
+            r"Rope\(8, .* head_dim 4; pass Rope\(4\)",
+            partial(make, num_heads=1, comm=THERE, rope=sp.Rope(8)),
+        )
+        for make in LAYERS[3:]
+    ),
+    *(
         (TypeError, text, partial(make, **{"comm": THERE} | wrong))
         for make, text, wrong in list[tuple[Callable[..., object], str, dict[str, Any]]](
             [

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kit.plugin import wanted
 from soak.laws import LEFT_OUT, THREADS_ONLY
 from studies.commands import RANKS, ROOT, on_ranks, printed
 from studies.records import junit
@@ -99,7 +98,7 @@ def short(words: str) -> str:
 
 def command(stage: str, seed: int, files: Sequence[str]) -> list[str]:
     """Return the command of a stage."""
-    suite = ["-q", *wanted(), "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", *files]
+    suite = ["-q", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", *files]
     suite += [word for test in LEFT_OUT for word in ("--deselect", test)]
     if stage == "ranks":
         return on_ranks(SECONDS - 60, *suite)

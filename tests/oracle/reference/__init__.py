@@ -18,7 +18,7 @@ from .dense import (
     attention,
     visible,
 )
-from .llama import llama, llama_amplitude, llama_frequencies, next_token_loss
+from .llama import llama, llama_amplitude, llama_frequencies
 
 __all__ = [
     "Reference",
@@ -28,7 +28,6 @@ __all__ = [
     "llama",
     "llama_amplitude",
     "llama_frequencies",
-    "next_token_loss",
     "rms_norm",
     "rotate",
     "self_attention",

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .block import Rounding, rms_norm, transformer_block
@@ -145,9 +144,3 @@ def _llama3(frequency: float, factor: float, scaling: Mapping[str, Any]) -> floa
         return frequency / factor
     smooth = (length / wave - low) / (high - low)
     return (1 - smooth) * frequency / factor + smooth * frequency
-
-
-def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean loss over tokens with a next one."""
-    picked = logits[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    return (torch.logsumexp(logits[:, :-1], -1) - picked).mean()
