@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import importlib
 import os
 import platform
 import shutil
@@ -46,6 +47,7 @@ from sp_core.tuning.files import FOLDER
 # After this time the process prints its stacks and exits. Its four launches may take 60 s each.
 LIMIT_SECONDS = 300
 LITTLE_SHM = 256 * 2**20
+IMPORT = "from mpi4py import MPI"
 PROBE = (
     "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"
 )
@@ -69,7 +71,7 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     findings = list(examine(device, measure=measure))
     faulthandler.cancel_dump_traceback_later()
-    if not in_job() or _world().rank == 0:
+    if not in_job() or _mpi_problem() or _world().rank == 0:
         print(report(findings), flush=True)
     return int(any(finding.status == "broken" for finding in findings))
 
@@ -107,11 +109,14 @@ def _world() -> Intracomm:
 def _mpi_problem() -> Finding | None:
     """Return a finding that says why MPI cannot be used; None if it can.
 
-    A child process imports MPI, because a library that cannot start may end its process.
+    Outside of a job a child process imports MPI, because a library that cannot start may end its
+    process.
     """
-    if in_job():
-        return None
-    code, output = bounded([sys.executable, "-c", "from mpi4py import MPI"])
+    try:
+        code, output = _imported() if in_job() else bounded([sys.executable, "-c", IMPORT])
+    except OSError as error:
+        text = f"no file for temporary data can be made: {error.strerror}"
+        return Finding("MPI", "broken", text, "set TMPDIR to a folder that can be written")
     last = last_line(output)
     if code == 0:
         return None
@@ -124,12 +129,24 @@ def _mpi_problem() -> Finding | None:
         )
     if "cannot load MPI library" in output or "ImportError" in output:
         return Finding("MPI", "broken", f"mpi4py finds no MPI library: {last}", GET_MPI)
+    if "HOME" not in os.environ:
+        text = f"MPI does not start, exit code {code}. The environment has no HOME"
+        return Finding("MPI", "broken", f"{text}, which Open MPI needs", "export HOME=/tmp")
     return Finding(
         "MPI",
         "broken",
         f"MPI does not start, exit code {code}: {last}",
-        "run this and read its error: python -c 'from mpi4py import MPI'",
+        f"run this and read its error: python -c '{IMPORT}'",
     )
+
+
+def _imported() -> tuple[int, str]:
+    """Import MPI here. Return an exit code, and the text of the error or ""."""
+    try:
+        importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, ""
 
 
 def _mpi() -> Iterator[Finding]:
@@ -168,7 +185,9 @@ VARIABLES: dict[str, Callable[[str], object]] = {
     "SP_TRANSPORT": lambda given: named_transport("auto", torch.device("cpu")),
     "SP_ALGORITHM": defaults,
     "SP_TUNING": lambda given: find(dict, given),  # what rank 0 finds counts, as in a mesh
-    "SP_NODES": lambda given: read_nodes(given.split(","), _world().size if in_job() else None),
+    "SP_NODES": lambda given: read_nodes(
+        given.split(","), _world().size if in_job() and not _mpi_problem() else None
+    ),
 }
 """For each environment variable, a function that reads its value or raises ValueError."""
 
@@ -268,7 +287,7 @@ def _mpiexec(*, measure: bool) -> Finding:
 
     With `measure` the two ranks measure the constants of algorithm="auto".
     """
-    if in_job():
+    if in_job() or ("SLURM_STEP_ID" in os.environ and not measure):
         return Finding("mpiexec", "note", "not tried: mpiexec or srun has started this process")
     if _mpi_problem() is not None:
         return Finding("mpiexec", "note", "not tried: there is no MPI to try it with")

@@ -102,6 +102,14 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
             id="no mpi4py",
         ),
         pytest.param(
+            DOCTOR,
+            {"PYTHONPATH": f"{{tmp}}:{ROOT}", "PMI_RANK": "0", "SP_NODES": "0"},
+            1,
+            {"MPI": "broken", "mpiexec": "note", "python": "ok", "SP_NODES": "note"},
+            {"mpi4py is not installed": 1, "pip install mpi4py": 1},
+            id="no mpi4py in a job",
+        ),
+        pytest.param(
             (*DOCTOR, "--device", "cuda", "--measure"),
             {"SP_TUNING_DIR": "/proc/nope"},
             1,

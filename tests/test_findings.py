@@ -101,6 +101,11 @@ def probed(code: int | None, output: str) -> dict[str, Any]:
     return {"in_job": lambda: False, "bounded": lambda command: (code, output)}
 
 
+def importing(error: Exception) -> dict[str, Any]:
+    """Return replacements for a rank of a job on which the import of MPI raises an error."""
+    return {"in_job": lambda: True, "importlib.import_module": Mock(side_effect=error)}
+
+
 def noded(*nodes: int) -> dict[str, Any]:
     """Return replacements for a mesh whose ranks are in these nodes."""
     made = nullcontext({"all": SimpleNamespace(nodes=nodes)})
@@ -206,6 +211,16 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ("mpiexec", "note", "not tried: mpiexec or srun has started this process"),
     ),
     (
+        LONE | {"os.environ": {"SLURM_STEP_ID": "0"}},
+        launched,
+        ("mpiexec", "note", "not tried: mpiexec or srun has started this process"),
+    ),
+    (
+        starting((0, TWO), measured=(0, "")) | {"os.environ": {"SLURM_STEP_ID": "0"}},
+        partial(launched, measure=True),
+        ("mpiexec", "ok", f"{MPIEXEC} starts 2 ranks"),
+    ),
+    (
         starting((0, TWO)) | {"_mpi_problem": lambda: "none"},
         launched,
         ("mpiexec", "note", "not tried: there is no MPI to try it with"),
@@ -261,21 +276,48 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
     ),
     (probed(0, ""), doctor._mpi_problem.__wrapped__, ()),
     (probed(1, "") | {"in_job": lambda: True}, doctor._mpi_problem.__wrapped__, ()),
-    (
-        probed(1, "ModuleNotFoundError: No module named 'mpi4py'"),
-        doctor._mpi_problem.__wrapped__,
+    *(
         (
-            *("MPI", "broken", "mpi4py is not installed"),
-            f"pip install mpi4py, and an MPI library: {doctor.GET_MPI}",
-        ),
+            probed,
+            doctor._mpi_problem.__wrapped__,
+            (
+                *("MPI", "broken", "mpi4py is not installed"),
+                f"pip install mpi4py, and an MPI library: {doctor.GET_MPI}",
+            ),
+        )
+        for probed in (
+            probed(1, "ModuleNotFoundError: No module named 'mpi4py'"),
+            importing(ModuleNotFoundError("No module named 'mpi4py'")),
+        )
     ),
     *(
         (
-            probed(1, f"Traceback\n{said}"),
+            here,
             doctor._mpi_problem.__wrapped__,
             ("MPI", "broken", f"mpi4py finds no MPI library: {said}", doctor.GET_MPI),
         )
-        for said in ("RuntimeError: cannot load MPI library", "ImportError: libmpi.so")
+        for said, error in (
+            ("RuntimeError: cannot load MPI library", RuntimeError("cannot load MPI library")),
+            ("ImportError: libmpi.so", ImportError("libmpi.so")),
+        )
+        for here in (probed(1, f"Traceback\n{said}"), importing(error))
+    ),
+    (
+        probed(1, "") | {"bounded": Mock(side_effect=FileNotFoundError(2, "No usable folder"))},
+        doctor._mpi_problem.__wrapped__,
+        (
+            *("MPI", "broken", "no file for temporary data can be made: No usable folder"),
+            "set TMPDIR to a folder that can be written",
+        ),
+    ),
+    (
+        probed(14, "a\nAborted") | {"os.environ": {}},
+        doctor._mpi_problem.__wrapped__,
+        (
+            *("MPI", "broken"),
+            "MPI does not start, exit code 14. The environment has no HOME, which Open MPI needs",
+            "export HOME=/tmp",
+        ),
     ),
     (
         probed(-6, "a\nAborted"),

@@ -13,11 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    ("errors", "findings"),
+    ("errors", "findings", "machine"),
     (
         "arguments",
         "compiling",
-        "machine",
         "launch",
         "observer",
         "progress",
