@@ -71,7 +71,7 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     findings = list(examine(device, measure=measure))
     faulthandler.cancel_dump_traceback_later()
-    if (world := _job()) is None or world.rank == 0:
+    if not in_job() or _mpi_problem() or _world().rank == 0:
         print(report(findings), flush=True)
     return int(any(finding.status == "broken" for finding in findings))
 
@@ -103,11 +103,6 @@ def _world() -> Intracomm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
-
-
-def _job() -> Intracomm | None:
-    """Return the communicator of this job's ranks; None if this is no job, or MPI is broken."""
-    return _world() if in_job() and _mpi_problem() is None else None
 
 
 @functools.cache
@@ -190,7 +185,9 @@ VARIABLES: dict[str, Callable[[str], object]] = {
     "SP_TRANSPORT": lambda given: named_transport("auto", torch.device("cpu")),
     "SP_ALGORITHM": defaults,
     "SP_TUNING": lambda given: find(dict, given),  # what rank 0 finds counts, as in a mesh
-    "SP_NODES": lambda given: read_nodes(given.split(","), _world().size if in_job() else None),
+    "SP_NODES": lambda given: read_nodes(
+        given.split(","), _world().size if in_job() and not _mpi_problem() else None
+    ),
 }
 """For each environment variable, a function that reads its value or raises ValueError."""
 

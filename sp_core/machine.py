@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CGROUPS, _CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_QUOTA = _CGROUPS / "cpu.max"
 _CPUINFO = Path("/proc/cpuinfo")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -31,6 +32,19 @@ def node_cores() -> int:
     The CPU affinity of this process does not change the number.
     """
     return _within_quota(os.cpu_count() or 1)
+
+
+def memory() -> int:
+    """Return the bytes of memory of this machine, or of a smaller container or job around us."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for line in _text(_CGROUP).splitlines():
+        _, kind, path = line.split(":", 2)
+        if kind in ("", "memory"):  # the second version of cgroups names no kind
+            inner = _CGROUPS / kind / path.lstrip("/")
+            name = "memory.limit_in_bytes" if kind else "memory.max"
+            told = (_text(folder / name).strip() for folder in (inner, *inner.parents))
+            limits += [int(text) for text in told if text.isdecimal()]
+    return min(limits)
 
 
 def cpu_model() -> str:

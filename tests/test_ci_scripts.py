@@ -25,7 +25,6 @@ from studies.commands import ROOT, outside, printed
 import sp_core
 from ci import borrow_torch, measure_coverage, summary
 
-ROOT = Path(__file__).resolve().parent.parent
 PINS = "torch==2.13.0\nnumpy==2.4.6\nmpi4py==4.1.2\ntorchvision==1\n"
 
 

@@ -102,9 +102,9 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
         ),
         pytest.param(
             DOCTOR,
-            {"PYTHONPATH": f"{{tmp}}:{ROOT}", "PMI_RANK": "0"},
+            {"PYTHONPATH": f"{{tmp}}:{ROOT}", "PMI_RANK": "0", "SP_NODES": "0"},
             1,
-            {"MPI": "broken", "mpiexec": "note", "python": "ok"},
+            {"MPI": "broken", "mpiexec": "note", "python": "ok", "SP_NODES": "note"},
             {"mpi4py is not installed": 1, "pip install mpi4py": 1},
             id="no mpi4py in a job",
         ),

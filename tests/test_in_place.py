@@ -21,7 +21,7 @@ import sp_core as sp
 from sp_core.schemes import SCHEMES, problem
 from sp_core.schemes.in_place import SharedSums, is_read
 from sp_core.testing import given, run_threads, spmd
-from sp_core.transport import Window
+from sp_core.transport import Window, shared
 from sp_core.transport.shared import HostMemory, Offer, Rooms
 
 pytestmark = pytest.mark.usefixtures("short_slots", "dawdling")
@@ -290,6 +290,18 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
                 name, scheme, break_unused = MESSAGES[algorithm]
                 break_unused(mesh["sp"].window)
                 check_attention(name, functools.partial(scheme, comm=mesh["sp"]), PLAIN, mesh["sp"])
+
+
+def test_memory_that_a_container_does_not_have_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system would end the process that takes it."""
+    monkeypatch.setattr(shared, "memory", lambda: 1000)
+    x, offer = shared.HOST.allocate(1000)
+    os.close(offer.file)
+    assert x.numel() == 1000
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        shared.HOST.allocate(1001)
 
 
 def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

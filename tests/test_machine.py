@@ -44,6 +44,33 @@ def test_cores_respect_the_quota_of_a_container(
 
 
 @pytest.mark.parametrize(
+    ("told", "limits", "memory"),
+    [
+        ("", {}, 4096),
+        ("0::/", {"memory.max": "max"}, 4096),
+        ("0::/", {"memory.max": "1000"}, 1000),
+        ("0::/", {"memory.max": "5000"}, 4096),
+        ("0::/job/step", {"job/step/memory.max": "max", "job/memory.max": "2000"}, 2000),
+        ("0::/not/here", {"memory.max": "1000"}, 1000),
+        ("5:cpu:/a\n4:memory:/a:b\n0::/", {"memory/a:b/memory.limit_in_bytes": "900"}, 900),
+        ("5:cpu:/a\n0::/", {"cpu/a/memory.max": "9", "memory/memory.limit_in_bytes": "8"}, 4096),
+    ],
+)
+def test_memory_is_that_of_the_machine_or_of_the_smallest_container_around(
+    told: str, limits: dict[str, str], memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container the path may be that of the system outside, which is not there."""
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 4, "SC_PAGE_SIZE": 1024}.__getitem__)
+    (tmp_path / "cgroup").write_text(told)
+    for name, text in limits.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(f"{text}\n")
+    assert machine.memory() == memory
+
+
+@pytest.mark.parametrize(
     ("lines", "processor", "name"),
     [
         ("flags : a\nmodel name\t: Best 9\nmodel name : Other\n", "", "Best 9"),

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from sp_core.errors import RankError
-from sp_core.machine import node_number
+from sp_core.machine import memory, node_number
 from sp_core.transport.base import Done, Handle, Intracomm, wait
 from sp_core.transport.host import as_numpy
 
@@ -92,7 +92,7 @@ class HostMemory:
         Raises:
             OSError: there is not enough memory.
         """
-        if nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        if nbytes > memory():
             # the system would take all memory for the first pages, and then end this process
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         file = os.memfd_create("sp_core")
