@@ -38,7 +38,7 @@ def _is_real(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     """Return whether `value` is a real number that is finite in float32."""
-    return _is_real(value) and -_MAX <= value <= _MAX
+    return _is_real(value) and -_MAX <= float(value) <= _MAX  # a float16 cannot hold _MAX
 
 
 def _are_whole(value: Any) -> bool:
@@ -177,7 +177,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a finite number, at most 3.4e38 in magnitude, or None for 1/sqrt(head_dim)",
     ),
     "softcap": (
-        lambda value: value is None or (_is_number(value) and value >= _LEAST),
+        lambda value: value is None or (_is_number(value) and float(value) >= _LEAST),
         "a number from 1.2e-38 to 3.4e38, the normal ones of float32, or None for no bound",
     ),
     "sinks": (
