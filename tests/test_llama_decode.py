@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, byte_tokenizer, create, generate, load, save
 from sp_core.llama.config import read_json
-from sp_core.testing import spmd
+from sp_core.testing import LiveBytes, spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 GREEDY = Case((6, 3), layers=1, scaling="llama3", vocab=31, seed=11)
@@ -43,6 +43,34 @@ def test_each_rank_keeps_its_share_of_the_tokens(comm: Any) -> None:
             kept = [len(owned) for owned in cache.owned]
             assert sum(kept) == sum(cache.lengths)
             assert max(kept) - min(kept) <= 1
+
+
+@spmd(1, 2)
+def test_sequences_are_decoded_as_if_each_was_alone(comm: Any) -> None:
+    """They have unequal lengths, and get no, one or several tokens."""
+    old, more = ([[1 + n % step] * (n % step) for n in range(19)] for step in (7, 3))
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model, found = GREEDY.model(mesh), []
+        for parts in (1, 19):
+            decoder = Decoder(model, [12] * 19, micro_batches=parts)
+            decoder.prefill(old)
+            found.append([decoder.decode(new) for new in (more, [[3]] * 19)])
+        torch.testing.assert_close(*found)
+
+
+@spmd(1, 2)
+def test_the_memory_of_a_step_of_decoding_grows_with_the_tokens(comm: Any) -> None:
+    """If each query had its scores for all sequences, 4 times as many would need 16 times it."""
+    peaks = []
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model = GREEDY.model(mesh)
+        for count in (16, 64):
+            decoder = Decoder(model, [62] * count)
+            decoder.prefill([[1] * 60] * count)
+            with LiveBytes() as live:
+                decoder.decode([[2]] * count)
+            peaks.append(live.peak)
+    assert peaks[1] <= 5 * peaks[0]
 
 
 @spmd(2)
