@@ -65,8 +65,7 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-_LEAST: Any = torch.finfo(torch.float32).tiny
-_MAX: Any = torch.finfo(torch.float32).max
+_LEAST, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _WHOLE = (_is_whole, "a whole number")
 _SIZES = (
     lambda value: value is None or _are_whole(value),
@@ -93,11 +92,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "place": (_are_positions, "integers: a range, a list or a tensor (S,)"),
     "stop": (
-        lambda value: (
-            isinstance(value, Collection)
-            and not isinstance(value, str)
-            and all(map(_is_whole, value))
-        ),
+        lambda value: _are_positions(value) and all(map(_is_whole, value)),
         "a list, tuple or set of tokens, whole numbers",
     ),
     "stop_strings": (
