@@ -1,4 +1,4 @@
-"""List wrong calls of decoders, generation and unequal prefills, with the error of each."""
+"""List wrong calls of decoders, generation, prefills and saves, with the error of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from refusals.models import CASE, sending
 from torch import nn
 
 import sp_core as sp
-from sp_core.llama import Decoder, Llama, generate, prefill_unequal
+from sp_core.llama import Decoder, Llama, generate, prefill_unequal, save
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.llama.train import backward
 from sp_core.scheduling import Plan, Work, balanced
@@ -268,6 +268,11 @@ ON_ONE_RANK: Table = {
         ),
     },
     "pp": {
+        "a save of two stages": (
+            sp.CheckpointError,
+            "2 stages; a model is saved without pp",
+            lambda mesh, here: save(CASE.model(mesh), "/nonexistent/model"),
+        ),
         "a model converted under a decoder": (
             sp.DtypeError,
             "rank 1: the model has been converted to torch.float32",

@@ -12,7 +12,7 @@ from refusals.calls import Table, Wrong, comm_of
 from torch import Tensor, nn
 
 import sp_core as sp
-from sp_core.llama import Grid, Llama, create, save
+from sp_core.llama import Grid, Llama, create
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
@@ -183,11 +183,6 @@ ON_ONE_RANK: Table = {
             lambda mesh, here: CASE.model(mesh)(
                 CASE.tokens(1, 4), sharding=sp.Sharding.contiguous(4, 1)
             ),
-        ),
-        "a save of two stages": (
-            sp.CheckpointError,
-            "2 stages; a model is saved without pp",
-            lambda mesh, here: save(CASE.model(mesh), "/nonexistent/model"),
         ),
         "more stages than layers": (
             sp.ShapeError,
