@@ -287,6 +287,12 @@ def check_communicator(comm: Any, name: str = "comm") -> None:
         )
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast lowers products on a device; None without autocast."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def _shown(value: Any) -> str:
     """Return the text of a value for an error: a tensor's shape, else `repr`, shortened if long."""
     if isinstance(value, Tensor):

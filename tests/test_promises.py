@@ -34,16 +34,18 @@ BY_FORMULA = {"allgather_kv_attention", "hybrid_attention", "ring_attention", "u
 """`domains/cost.py` judges the bytes and messages of these functions."""
 
 
+@pytest.mark.parametrize("check", ["agree", "off"])
 @pytest.mark.parametrize("names", sorted(ROWS), ids=" ".join)
 @spmd(1, 3)
 def test_a_call_sends_what_its_docstring_says(
     comm: Any,
     names: tuple[str, ...],
+    check: Any,
     tmp_path: Path,
 ) -> None:
     axis = names[0]
     folder = comm.bcast(tempfile.mkdtemp(dir=tmp_path) if comm.rank == 0 else None)
-    with sp.Mesh(comm, check="off", **{axis: comm.size}) as mesh:
+    with sp.Mesh(comm, check=check, **{axis: comm.size}) as mesh:
         ROWS[names](Scene(mesh, axis, Path(folder)))
 
 

@@ -217,12 +217,12 @@ class Decoder:
             on every rank.
 
         Communication:
-            One agreement (32-byte all-reduce). Per layer the messages of the attention scheme, with
-            all cached tokens as keys, and two all-reduces over the tensor ranks; one more for the
-            embedding. Then one all-gather of (N', E) over the sequence ranks, and one of (N', V)
-            over the tensor ranks. With `tp_sp` as `Llama.forward`, and one more all-gather of
-            (N', E). Between stages one message of (S/P, E), or (S/P/T, E), for each micro-batch;
-            then one broadcast of (N', V).
+            One agreement (32-byte all-reduce), also with `check="agree"`, and those of the
+            attention scheme. Per layer the messages of the scheme, with all cached tokens as keys,
+            and two all-reduces over the tensor ranks; one more for the embedding. Then one
+            all-gather of (N', E) over the sequence ranks, and one of (N', V) over the tensor ranks.
+            With `tp_sp` as `Llama.forward`, and one more all-gather of (N', E). Between stages one
+            message of (S/P, E), or (S/P/T, E), for each micro-batch; then one broadcast of (N', V).
 
         Raises:
             ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token,
@@ -238,9 +238,10 @@ class Decoder:
         Args, returns, raises: as `prefill`.
 
         Communication:
-            One agreement (32-byte all-reduce). Per layer one all-gather of (S, H/T, D + 1) over the
-            sequence ranks, and two all-reduces over the tensor ranks; one more for the embedding.
-            Then one all-gather of (N', V) over the tensor ranks. Between stages as `prefill`.
+            One agreement (32-byte all-reduce), also with `check="agree"`. Per layer one all-gather
+            of (S, H/T, D + 1) over the sequence ranks, and two all-reduces over the tensor ranks;
+            one more for the embedding. Then one all-gather of (N', V) over the tensor ranks.
+            Between stages as `prefill`.
         """
         return self._run("decode", tokens, self._everywhere)
 
@@ -335,8 +336,7 @@ class Decoder:
             check_tokens([*chain.from_iterable(tokens)], self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
-            kind = self.model.grid.everyone.device.type
-            lower = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            lower = arguments.autocast_dtype(self.model.grid.everyone.device)
             return placed, f"{what}({list(map(list, tokens))}) after {shown}, autocast={lower}"
 
         placed = make_alike(self.model.grid.model, place)

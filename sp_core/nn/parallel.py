@@ -299,10 +299,10 @@ class _ParallelLinear(Weight):
             )
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
             learns = [each.requires_grad for each in (x, *self.parameters())]
-            grad = torch.is_grad_enabled(), *learns
+            grad, lower = (torch.is_grad_enabled(), *learns), arguments.autocast_dtype(x.device)
             return (
-                f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}) on "
-                f"{self.comm.name}"
+                f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}, "
+                f"autocast={lower}) on {self.comm.name}"
             )
 
         self.comm.agree_on(call)
@@ -331,8 +331,8 @@ class ColumnParallelLinear(_ParallelLinear):
             sharding one all-reduce of the gradient of x in the backward instead.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
-        # under autocast the product has a different dtype
-        return project(x, self, lengths=self.lengths)[0].to(x.dtype)
+        with self.comm.agreed():  # under autocast the product has a different dtype
+            return project(x, self, lengths=self.lengths)[0].to(x.dtype)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -359,10 +359,11 @@ class RowParallelLinear(_ParallelLinear):
             the result replaces these messages.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))
-        out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
-        if self.bias is None:
-            return out
-        bias = self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm)
+        with self.comm.agreed():
+            out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
+            if self.bias is None:
+                return out
+            bias = self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm)
         return (out + bias).to(x.dtype)
 
 

@@ -180,6 +180,16 @@ def other(name: str) -> Callable[[Any], Any]:
     return lambda layer: getattr(layer, name).requires_grad_(not getattr(layer, name).requires_grad)
 
 
+def lowered(kind: Any) -> Wrong:
+    """Return a call of a parallel layer, inside autocast on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        with torch.autocast("cpu", torch.bfloat16, enabled=here):
+            return changed(kind, lambda layer: layer, called)(mesh, here)
+
+    return wrong
+
+
 def split(kind: Any, change: Callable[[nn.Linear], Any]) -> Wrong:
     """Return a parallel layer made of a linear layer that is changed on the last rank."""
 
@@ -292,6 +302,10 @@ ON_ONE_RANK: Table = {
                 (whole, "without a bias", MISMATCH, "to_linear() of {'weight': ", unbiased),
                 (whole, "on meta", sp.DeviceError, "is on meta", lambda x: x.to("meta")),
             )
+        },
+        **{
+            f"another autocast of a {kind.__name__}": (MISMATCH, "autocast=", lowered(kind))
+            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
         },
         "a part of a layer that communicates": (
             TypeError,
