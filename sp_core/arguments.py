@@ -51,9 +51,10 @@ def _are_lists(value: Any) -> bool:
     )
 
 
-def _are_tokens(value: Any) -> bool:
-    return (
-        isinstance(value, Collection) and not isinstance(value, str) and all(map(_is_whole, value))
+def _each(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a test for a collection, other than a text, of values that pass the test `fits`."""
+    return lambda value: (
+        isinstance(value, Collection) and not isinstance(value, str) and all(map(fits, value))
     )
 
 
@@ -103,7 +104,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
     ),
     "place": (_are_positions, "integers: a range, a list or a tensor (S,)"),
-    "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
+    "stop": (_each(_is_whole), "a list, tuple or set of tokens, whole numbers"),
     "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),
     "shape": (_are_whole, "a list or tuple of whole numbers"),
     "room": (
@@ -118,6 +119,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_sequence(value) and all(map(_is_real, value)),
         "a list or tuple with the cost, a number, of each layer",
     ),
+    "lengths": (_each(_is_real), "a list or tuple with the number of tokens of each sequence"),
+    **dict.fromkeys(("sharded", "waiting"), (_are_whole, "a list or tuple of sequences' numbers")),
+    "packed": (_are_lists, "a list with the numbers of each rank's sequences, whole numbers"),
     "batches": (_is_sequence, "a list of micro-batches"),
     **dict.fromkeys(
         ("tensors", "shards"),
@@ -130,7 +134,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "groups": (_are_lists, "a list with the ranks, whole numbers, of each group"),
     **dict.fromkeys(
         (
-            *("count", "max_file_bytes", "chunk", "window", "micro_batches"),
+            *("count", "max_file_bytes", "chunk", "window", "micro_batches", "padded_to"),
             *("top_k", "num_kv_heads", "head_dim", "ffn_hidden"),
         ),
         (lambda value: value is None or _is_whole(value), "a whole number, or None"),
@@ -285,12 +289,6 @@ def check_communicator(comm: Any, name: str = "comm") -> None:
             f"{name}={_shown(comm)} was given; a Communicator is needed. Pass one of a mesh, such "
             f"as mesh['ring']."
         )
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype to which autocast lowers products on a device; None without autocast."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _shown(value: Any) -> str:

@@ -34,6 +34,7 @@ from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass, check_model
 from sp_core.mask import Mask, position_tensor
 from sp_core.nn.parallel import Lengths
+from sp_core.nn.replicated import autocast_dtype
 from sp_core.sharding import Sharding, split_ranges, split_sizes
 
 
@@ -238,10 +239,9 @@ class Decoder:
         Args, returns, raises: as `prefill`.
 
         Communication:
-            One agreement (32-byte all-reduce), also with `check="agree"`. Per layer one all-gather
-            of (S, H/T, D + 1) over the sequence ranks, and two all-reduces over the tensor ranks;
-            one more for the embedding. Then one all-gather of (N', V) over the tensor ranks.
-            Between stages as `prefill`.
+            One agreement (32-byte all-reduce). Per layer one all-gather of (S, H/T, D + 1) over the
+            sequence ranks, and two all-reduces over the tensor ranks; one more for the embedding.
+            Then one all-gather of (N', V) over the tensor ranks. Between stages as `prefill`.
         """
         return self._run("decode", tokens, self._everywhere)
 
@@ -336,7 +336,7 @@ class Decoder:
             check_tokens([*chain.from_iterable(tokens)], self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
-            lower = arguments.autocast_dtype(self.model.grid.everyone.device)
+            lower = autocast_dtype(self.model.grid.everyone.device)
             return placed, f"{what}({list(map(list, tokens))}) after {shown}, autocast={lower}"
 
         placed = make_alike(self.model.grid.model, place)

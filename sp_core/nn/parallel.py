@@ -34,7 +34,7 @@ from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.nn.gradients import Placement, place, placement_of
-from sp_core.nn.replicated import check_input, is_plain
+from sp_core.nn.replicated import autocast_dtype, check_input, is_plain
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 from sp_core.sharding import Sharding, check_sharding, split_sizes
 
@@ -299,7 +299,7 @@ class _ParallelLinear(Weight):
             )
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
             learns = [each.requires_grad for each in (x, *self.parameters())]
-            grad, lower = (torch.is_grad_enabled(), *learns), arguments.autocast_dtype(x.device)
+            grad, lower = (torch.is_grad_enabled(), *learns), autocast_dtype(x.device)
             return (
                 f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}, "
                 f"autocast={lower}) on {self.comm.name}"
