@@ -182,7 +182,7 @@ class Decoder:
     Raises:
         ShapeError, TypeError, ValueError: less than one micro-batch, more room than the model has
             positions, or arguments of another type. RankError: too little memory.
-        CollectiveMismatch: ranks with different arguments. All on every rank.
+        CollectiveMismatch: ranks with different arguments. All on every rank, but a wrong `model`.
     """
 
     def __init__(

@@ -195,7 +195,7 @@ class Llama(nn.Module):
             all-reduce, also in the backward, which then repeats each all-gather of the forward.
 
         Raises:
-            ShapeError, DtypeError, ValueError: tokens or a mask that do not fit, tokens that are
+            ShapeError, DtypeError, ValueError, TypeError: tokens or a mask that do not fit, tokens
                 not in the vocabulary, or layers that are split over stages, for which there are
                 `Decoder` and `pipeline.loss_and_gradients`. On every rank of the mesh.
         """

@@ -254,6 +254,7 @@ def clip_gradient_norm(
             gradient is sparse.
         DeviceError: a parameter is not on the device of `tensor`.
         DtypeError: a gradient is complex.
+        TypeError: an item of `parameters` is not a parameter.
         CollectiveMismatch: max_norm differs between ranks, or the parameters between those of
             `tensor`.
 

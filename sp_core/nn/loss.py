@@ -63,6 +63,7 @@ def next_token_labels(
 
     Raises:
         ShapeError, DtypeError: the tokens are not int64 or do not fit the sharding; on every rank.
+        TypeError: a sharding or mask of another type; on every rank.
         CollectiveMismatch: the ranks' shardings or masks differ; on every rank.
     """
     arguments.check_communicator(comm)
@@ -162,6 +163,7 @@ def next_token_loss(
         ShapeError, DtypeError: tensors that do not fit.
         ValueError: a label outside the vocabulary, no valid label on any rank, or
             `count` or `chunk` below 1.
+        TypeError: `count` or `chunk` is no whole number.
         CollectiveMismatch: the labels or the number of tokens differ between ranks of `tensor`, or
             the dtypes, count, chunk or requires_grad between any ranks.
 
