@@ -22,8 +22,6 @@ from typing import Any, cast
 
 import msgspec
 
-from sp_core.launch.command import ENDING
-
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
 """The folder for files unless `--out` names another one; git ignores it."""
@@ -391,6 +389,8 @@ def main(program: Main) -> None:
 
     A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
     """
+    from sp_core.launch.command import ENDING  # `ci.append_history` has no sp_core
+
     for ending in ENDING:
         if signal.getsignal(ending) is signal.SIG_DFL:
             signal.signal(ending, signal.default_int_handler)

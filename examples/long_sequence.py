@@ -22,6 +22,7 @@ CONFIG = llama.LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
+    max_position_embeddings=131_072,  # more tokens can be trained, but not generated
 )
 
 

@@ -243,6 +243,14 @@ class Question:
         self._compared()
         self.requests[-1].Wait()
 
+    def is_answered(self) -> bool:
+        """Make progress without blocking. Return whether the agreement is complete.
+
+        Raises:
+            As `agree`, once it is complete.
+        """
+        return self.test() and self.answer() is not None
+
     def answer(self) -> tuple[int, ...]:
         """Return every rank's value, or raise as `agree`. The agreement must be complete.
 
@@ -262,34 +270,6 @@ class Question:
         if (states == State.REFUSES).any() or not is_one_call:
             _raise(self._comm, self._call, self._error, (states == State.REFUSES).tolist())
         return tuple(int(v) for v in records[:, 2])
-
-
-class Questions:
-    """Represent agreements on several communicators as one handle, for `transport.wait`.
-
-    An error on one communicator is raised even if other agreements never complete.
-
-    Args:
-        questions: the agreements, already started.
-    """
-
-    def __init__(self, questions: Sequence[Question]) -> None:
-        self._open = list(questions)
-
-    def test(self) -> bool:
-        """Make progress without blocking. Return whether all agreements are complete.
-
-        Raises:
-            As `agree`: the error of a complete agreement; of several errors that of the oldest.
-        """
-        for question in [question for question in self._open if question.test()]:
-            self._open.remove(question)
-            try:
-                question.answer()
-            except RankError:
-                progress.of_this_rank().keep(self._open)
-                raise
-        return not self._open
 
 
 def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence[bool]) -> None:

@@ -52,10 +52,7 @@ def _are_lists(value: Any) -> bool:
 
 
 def _each(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a test for a collection, other than a text, of values that pass the test `fits`."""
-    return lambda value: (
-        isinstance(value, Collection) and not isinstance(value, str) and all(map(fits, value))
-    )
+    return lambda value: _are_positions(value) and all(map(fits, value))
 
 
 def _are_positions(value: Any) -> bool:
@@ -63,12 +60,9 @@ def _are_positions(value: Any) -> bool:
     return isinstance(value, Collection) and not isinstance(value, str) and has_dims
 
 
-def _are_strings(value: Any) -> bool:
-    return _is_sequence(value) and all(isinstance(text, str) and text for text in value)
-
-
 def _has_step(value: Any) -> bool:
-    return callable(getattr(value, "step", None)) and not isinstance(value, type)
+    others = type, torch.optim.LBFGS, torch.optim.lr_scheduler.LRScheduler
+    return callable(getattr(value, "step", None)) and not isinstance(value, others)
 
 
 def _is_sequence(value: Any) -> bool:
@@ -105,8 +99,13 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "place": (_are_positions, "integers: a range, a list or a tensor (S,)"),
     "stop": (_each(_is_whole), "a list, tuple or set of tokens, whole numbers"),
-    "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),
-    "shape": (_are_whole, "a list or tuple of whole numbers"),
+    "stop_strings": (
+        lambda value: _is_sequence(value) and all(isinstance(text, str) and text for text in value),
+        "a list or tuple of texts, none of them empty",
+    ),
+    **dict.fromkeys(
+        ("shape", "sharded", "waiting"), (_are_whole, "a list or tuple of whole numbers")
+    ),
     "room": (
         lambda value: _are_whole(value) and min(value, default=0) >= 0,
         "a list or tuple with a number of tokens, at least 0, for each sequence",
@@ -120,7 +119,6 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list or tuple with the cost, a number, of each layer",
     ),
     "lengths": (_each(_is_real), "a list or tuple with the number of tokens of each sequence"),
-    **dict.fromkeys(("sharded", "waiting"), (_are_whole, "a list or tuple of sequences' numbers")),
     "packed": (_are_lists, "a list with the numbers of each rank's sequences, whole numbers"),
     "batches": (_is_sequence, "a list of micro-batches"),
     **dict.fromkeys(
@@ -166,7 +164,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or isinstance(value, torch.Generator),
         "a torch.Generator, or None",
     ),
-    "optimizer": (_has_step, "an optimizer of model.parameters()"),
+    "optimizer": (
+        _has_step,
+        "an optimizer of model.parameters() whose step() needs no closure, such as AdamW. Call a "
+        "scheduler's step() yourself, after train_step",
+    ),
     "layout": (callable, "a function that makes a Sharding, such as Sharding.zigzag"),
     "ordering": (callable, "a function of sp_core.scheduling, such as one_forward_one_backward"),
     "on_token": (

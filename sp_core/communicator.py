@@ -19,7 +19,7 @@ from sp_core.observer import LEFT_TAG, observer_of
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
-from sp_core.transport.base import Intracomm, resumed
+from sp_core.transport.base import Intracomm, Transfer
 from sp_core.transport.host import MpiCounter
 
 if TYPE_CHECKING:
@@ -105,21 +105,13 @@ class Communicator(NotCopied):
         state = "freed" if self._freed else self.transport.name if self.is_made else "not used yet"
         return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
 
-    def prepare(
-        self, operation: Operation, send: Tensor | None, recv: Tensor | None
-    ) -> Callable[[], None]:
-        """Return a function that runs `operation` from `send` into `recv` whenever it is called."""
-        call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
-
-        def run() -> None:
-            self.ensure_open()
-            count = self.counters[operation.op]
-            count.add(bytes_sent=bytes_sent)
-            start = time.perf_counter()
-            call()
-            count.seconds += time.perf_counter() - start
-
-        return run
+    def run(self, operation: Operation, call: Callable[[], object]) -> None:
+        """Run a collective by `call`, which `transport.prepare` has made. Count it and its time."""
+        count = self.counters[operation.op]
+        count.add(bytes_sent=operation.bytes_sent)
+        start = time.perf_counter()
+        call()
+        count.seconds += time.perf_counter() - start
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Start a collective from `send` into `recv`. Return a handle to pass to `wait`."""
@@ -156,8 +148,12 @@ class Communicator(NotCopied):
 
     def track(self, handle: Handle) -> Handle:
         """Let `poll` test `handle` until it is complete. Return one that any thread may use."""
+        # torch refuses to write tensors of inference mode elsewhere; a poll may come from anywhere
+        test = handle.test
+        if torch.is_inference_mode_enabled():
+            test = torch.inference_mode()(test)
         with self._progress.lock:
-            self._pending.append(tracked := progress.Locked(resumed(handle), self._progress.lock))
+            self._pending.append(tracked := progress.Locked(test, self._progress.lock))
             self._progress.add(self)
         return tracked
 
@@ -315,7 +311,7 @@ class Communicator(NotCopied):
             return
         try:
             if not is_agreed:
-                wait(agreement.Questions(self.ask_to_free()), self.poll)
+                wait(Transfer([one.is_answered for one in self.ask_to_free()]), self.poll)
             for handle in self._pending:
                 wait(handle, self.poll, self.look)
         except RankError as error:

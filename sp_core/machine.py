@@ -9,7 +9,8 @@ import re
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -59,6 +60,30 @@ def node_number() -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
 
 
+def home_or(other: str) -> str:
+    """Return this user's folder, or `other` for a user without one."""
+    home = os.path.expanduser("~")  # noqa: PTH111  # it returns "~" for a user without a folder
+    return other if home == "~" else home
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder, and delete it with all that it holds when the block ends.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    try:
+        made = tempfile.TemporaryDirectory(prefix="sp_core-")
+    except OSError as error:
+        raise OSError(
+            f"no folder for temporary files can be made: {error.strerror}. Free space, or set "
+            f"TMPDIR to a folder that can be written."
+        ) from error
+    with made as name:
+        yield Path(name)
+
+
 def _within_quota(cores: int) -> int:
     """Return `cores`, limited to the container's quota: whole cores, rounded down, at least 1."""
     quota, _, period = _text(_QUOTA).strip().partition(" ")
@@ -76,14 +101,17 @@ def _text(path: Path) -> str:
 
 
 LAUNCH_SECONDS = 60
-JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
+JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 JOB_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """For each launcher its number of ranks; mpiexec may run inside a step of srun, so it is first."""
 
 
 def in_job() -> bool:
-    """Return whether mpiexec or srun has started this process, from its environment variables."""
-    return any(name in os.environ for name in JOB_VARIABLES)
+    """Return whether mpiexec or srun has started this process as a rank, by its variables.
+
+    A step of srun with one task is no job: it may be a shell, in which mpiexec is called.
+    """
+    return any(name in os.environ for name in JOB_VARIABLES) or _srun_tasks() > 1
 
 
 def started_tasks() -> int:
@@ -91,12 +119,21 @@ def started_tasks() -> int:
     return next((int(os.environ[name]) for name in JOB_SIZES if os.environ.get(name)), 1)
 
 
+def _srun_tasks() -> int:
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+
+
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 def local_rank(default: int = 0) -> int:
-    """Return the number of this process on its node, as its launcher says, else `default`."""
-    found = (os.environ.get(name, "") for name in LOCAL_RANKS)
+    """Return the number of this process on its node, as its launcher says, else `default`.
+
+    Slurm's number counts only if srun has started several tasks: processes that a batch script or a
+    single task starts all inherit 0.
+    """
+    names = LOCAL_RANKS if _srun_tasks() > 1 else LOCAL_RANKS[:-1]
+    found = (os.environ.get(name, "") for name in names)
     return next((int(text) for text in found if text.isdecimal()), default)
 
 
@@ -147,6 +184,10 @@ LAUNCH_PROBLEMS = {
     "not enough slots": (
         "Open MPI refuses more ranks than cores",
         "export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe",
+    ),
+    "step creation temporarily disabled": (
+        "it starts ranks by srun, which waits for cores that another step of this job holds",
+        "export HYDRA_LAUNCHER=fork, with which MPICH starts all ranks on this node",
     ),
     "ranks: 1": (
         "its ranks do not find each other",

@@ -26,6 +26,7 @@ from sp_core.transport import (
     NAMES,
     HostWrapper,
     Intracomm,
+    Transfer,
     choose,
     named_device,
     wait,
@@ -187,7 +188,7 @@ class Mesh(NotCopied):
         order = sorted(self._made, key=lambda names: (len(names), names))
         try:
             asked = (self._made[names].ask_to_free(" with its mesh") for names in order)
-            wait(agreement.Questions([*chain(*asked)]), self._progress.poll)
+            wait(Transfer([one.is_answered for one in chain(*asked)]), self._progress.poll)
             for names in order:
                 self._made[names].free(is_agreed=True)
         except RankError as error:

@@ -103,5 +103,9 @@ class Notices(Observer):
 
 @functools.singledispatch
 def observer_of(comm: object) -> Observer:
-    """Return the observer registered for a communicator's class, else its `Notices`."""
-    return Notices(comm)
+    """Return the observer of a communicator, as registered for its class.
+
+    A communicator of a class that nobody has registered is its own observer if it is an `Observer`;
+    else its observer is a new `Notices`.
+    """
+    return comm if isinstance(comm, Observer) else Notices(comm)

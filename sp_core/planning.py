@@ -32,6 +32,7 @@ import argparse
 import math
 import re
 import time
+import timeit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,6 +49,36 @@ from sp_core.tuning import Tuning
 BACKWARD = 2.5  # backward has 5 products of matrices, forward 2
 PREFIXES = {"g": 1e9, "m": 1e6}
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNT: dict[str, Any] = {"type": int, "metavar": "N"}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--seq": {**_COUNT, "required": True, "help": "tokens"},
+    "--ranks": {**_COUNT, "required": True, "help": "number of ranks"},
+    "--heads": {**_COUNT, "required": True, "help": "query heads"},
+    "--kv-heads": {**_COUNT, "help": "key/value heads (default: as many as heads)"},
+    "--head-dim": {**_COUNT, "default": 128, "help": "default: %(default)s"},
+    "--batch": {**_COUNT, "default": 1, "help": "default: %(default)s"},
+    "--ranks-per-node": {**_COUNT, "default": 1, "help": "default: %(default)s"},
+    "--dtype": {
+        "choices": ("bfloat16", "float16", "float32"),
+        "default": "bfloat16",
+        "help": "default: %(default)s",
+    },
+    "--link": {
+        "required": True,
+        "metavar": "RATE,LATENCY",
+        "help": "of a node, such as 25gbit,10us or 400MB,1ms (b: bits, B: bytes)",
+    },
+    "--node-link": {
+        "metavar": "RATE,LATENCY",
+        "help": "inside a node (default: what was measured on this machine)",
+    },
+    "--flops": {
+        "type": float,
+        "metavar": "X",
+        "help": "operations per second of a rank (default: timed on this machine)",
+    },
+    "--show": {**_COUNT, "default": 10, "help": "lines (default: %(default)s)"},
+}
 
 
 @dataclass(frozen=True)
@@ -240,41 +271,13 @@ def _around(compute: float, ring: int, step: float) -> float:
 def add_arguments(commands: Any) -> None:
     """Add the command `plan` to `commands`, the object that `add_subparsers` returns."""
     made = commands.add_parser(
-        "plan", help="the best scheme and mesh for a problem, by the model", description=__doc__
+        "plan",
+        help="the best scheme and mesh for a problem, by the model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, required, default, text in (
-        ("--seq", True, None, "tokens"),
-        ("--ranks", True, None, "number of ranks"),
-        ("--heads", True, None, "query heads"),
-        ("--kv-heads", False, None, "key/value heads (default: as many as heads)"),
-        ("--head-dim", False, 128, "default: %(default)s"),
-        ("--batch", False, 1, "default: %(default)s"),
-        ("--ranks-per-node", False, 1, "default: %(default)s"),
-    ):
-        made.add_argument(
-            name, type=int, required=required, default=default, metavar="N", help=text
-        )
-    made.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
-        help="default: %(default)s",
-    )
-    for name, required, text in (
-        ("--link", True, "of a node, such as 25gbit,10us or 400MB,1ms (b: bits, B: bytes)"),
-        ("--node-link", False, "inside a node (default: what was measured on this machine)"),
-    ):
-        made.add_argument(name, required=required, metavar="RATE,LATENCY", help=text)
-    made.add_argument(
-        "--flops",
-        type=float,
-        metavar="X",
-        help="operations per second of a rank (default: timed on this machine)",
-    )
-    made.add_argument(
-        "--show", type=int, default=10, metavar="N", help="lines (default: %(default)s)"
-    )
+    for name, option in _OPTIONS.items():
+        made.add_argument(name, **option)
 
 
 def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
@@ -353,11 +356,12 @@ def timed_flops(head_dim: int) -> float:
     """
     seq_len, heads = 1024, 4
     x = torch.randn(1, seq_len, heads, head_dim, device="cpu")
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        local_attention(x, x, x, mask=Mask(causal=True))
-        seconds.append(time.perf_counter() - start)
+    seconds = timeit.repeat(
+        lambda: local_attention(x, x, x, mask=Mask(causal=True)),
+        number=1,
+        repeat=4,
+        timer=time.perf_counter,
+    )
     return 2 * seq_len**2 * heads * head_dim / min(seconds)
 
 

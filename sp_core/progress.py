@@ -14,7 +14,7 @@ import atexit
 import ctypes
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -101,18 +101,18 @@ class Progress:
 
 
 class Locked:
-    """Test a handle while no other thread of this rank tests it or polls; a `Handle`.
+    """Test an operation while no other thread of this rank tests it or polls; a `Handle`.
 
     Args:
-        handle: tests an operation.
+        test: tests an operation.
         lock: the lock of the rank's `Progress`.
     """
 
-    def __init__(self, handle: Any, lock: threading.RLock) -> None:
-        self._test, self._lock = handle.test, lock
+    def __init__(self, test: Callable[[], Any], lock: threading.RLock) -> None:
+        self._test, self._lock = test, lock
 
     def test(self) -> Any:
-        """Return what the test of the handle returns."""
+        """Return what the test of the operation returns."""
         with self._lock:
             return self._test()
 

@@ -15,6 +15,7 @@ from domains.declared import Call, Row
 from domains.numeric import attended
 from domains.subjects import BY_NAME
 from hypothesis import example, given, settings, strategies as st
+from oracle import reference
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
@@ -320,6 +321,31 @@ def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(
     assert (wide_q[..., 3:] == 0).all()
     assert torch.equal(wide_q @ wide_k.mT, q @ k.mT)
     assert torch.equal(do @ wide_v.mT, q @ k.mT)
+
+
+@pytest.mark.parametrize("dtype", kernels.HALF)
+@pytest.mark.parametrize(
+    ("queries", "keys", "group", "causal"),
+    [
+        (512, 512, 8, False),
+        (512, 512, 32, False),
+        (512, 512, 32, True),
+        (700, 4, 64, False),
+        (2**17, 4, 1, False),
+    ],
+)
+def test_gradients_of_keys_that_many_queries_and_heads_read_have_the_bound_of_half_types(
+    dtype: torch.dtype, queries: int, keys: int, group: int, causal: bool
+) -> None:
+    """All summands of dv have one sign, so a sum made in a half type would stop growing."""
+    shapes = (1, queries, group, 8), (1, keys, 1, 8), (1, keys, 1, 8)
+    q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
+    do = torch.ones(1, dtype=dtype).expand(shapes[0])
+    grads = torch.autograd.grad(attention_of(q, k, v, mask=Mask(causal)), (q, k, v), do)
+    wanted = reference.attention(q, k, v, do, causal=causal)
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        allowed = bound(wanted.scales[name], dtype, wanted.growth)
+        check_close(name, grad, wanted.values[name], allowed)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**18])

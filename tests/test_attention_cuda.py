@@ -276,7 +276,7 @@ class Sequences(TorchDispatchMode):
                 found.append((out.transpose(1, 2)[0], lse[0].T))
             else:
                 back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-                grads = back(*part, 0.0, causal, scale=kwargs["scale"])
+                grads = back(*(x.float() for x in part), 0.0, causal, scale=kwargs["scale"])
                 found.append(tuple(x.transpose(1, 2)[0] for x in grads))
         whole = tuple(map(torch.cat, zip(*found, strict=True)))
         return (whole[0], whole[1].T.contiguous(), None, None, None) if is_forward else whole

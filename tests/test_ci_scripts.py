@@ -14,10 +14,31 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from studies.commands import ROOT, outside, printed
 
 from ci import borrow_torch, measure_coverage, summary
 
 PINS = "torch==2.13.0\nnumpy==2.4.6\nmpi4py==4.1.2\ntorchvision==1\n"
+
+
+NEEDS = {"append_history": "msgspec", "wheels": "packaging"}
+"""For each script that needs one, the package that is in its environment beside Python."""
+BARE = """
+import importlib, sys
+class Bare:
+    def find_spec(name, path, target=None):
+        here = {*sys.stdlib_module_names, "ci", "benchmarks", *sys.argv[2:]}
+        if name.partition(".")[0] not in here:
+            raise ModuleNotFoundError(f"{name} is not installed")
+sys.meta_path.insert(0, Bare)
+importlib.import_module(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("script", [path.stem for path in (ROOT / "ci").glob("*.py")])
+def test_a_script_imports_only_what_its_environment_has(script: str) -> None:
+    words = filter(None, (f"ci.{script}", NEEDS.get(script)))
+    assert printed([sys.executable, "-c", BARE, *words], ROOT, outside(), 60) == (0, "")
 
 
 def program(path: Path, text: str) -> str:

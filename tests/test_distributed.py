@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock, Mock
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import distributed as torch_distributed
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 import sp_core as sp
@@ -204,12 +206,39 @@ def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
             made.append(communicator_of(given))
             assert (made[-1].rank, made[-1].size, made[-1].allgather(7)) == (0, 1, [7])
         assert communicator_of(object()) is None
+        gone = torch_distributed.new_group([0])
+        torch_distributed.destroy_process_group(gone)
+        assert communicator_of(gone) is None
         with pytest.raises(sp.RankError, match=r"rank 0 is not one of the ranks \[1\] of"):
             over_ranks([1], limit)
     finally:
         torch_distributed.destroy_process_group()
-    assert [comm._limit for comm in made] == [limit, limit, torch_distributed.default_pg_timeout]
+    assert [comm._limit for comm in made] == [limit] * 3
     assert len({comm._name for comm in made}) == 3
+
+
+def test_a_backend_that_names_no_timeout_has_that_of_torch() -> None:
+    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    torch_distributed.init_process_group("fake", store=HashStore(), rank=0, world_size=1)
+    try:
+        comm = communicator_of(None)
+    finally:
+        torch_distributed.destroy_process_group()
+    assert comm is not None
+    assert comm._limit == torch_distributed.default_pg_timeout
+
+
+def test_a_rank_whose_store_has_ended_still_looks_for_dead_processes() -> None:
+    """The process with the store, such as rank 0, may end before the ranks of other meshes."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    comm = GroupComm(client, "all", 0, 1, timedelta(seconds=30))
+    del server
+    comm._near = {1: os.getpid()}
+    comm.watch("a call")
+    comm._near, comm._next_look = {1: 2**30}, 0.0
+    with pytest.raises(sp.PeerFailed, match="a call cannot end: rank 1 has died"):
+        comm.watch("a call")
 
 
 def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(
@@ -219,7 +248,7 @@ def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(
     monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(groups, "stat", states.__getitem__)
     comm = GroupComm(HashStore(), "all", 0, 1, timedelta(seconds=30))
-    vars(comm)["_near"] = {1: 11, 2: 12}
+    comm._near = {1: 11, 2: 12}
     comm.watch("a call")
     for state in (["Z", "1"], ["X"], []):
         states[12] = state

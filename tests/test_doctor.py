@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,8 @@ from test_scaling import mpi_environment
 from sp_core import doctor, machine
 from sp_core.__main__ import main
 from sp_core.collectives.api import all_gather
-from sp_core.doctor import Finding
 from sp_core.errors import DeviceError
+from sp_core.findings import Finding, of_all, report
 from sp_core.mesh import fingerprint
 from sp_core.testing import run_threads
 from sp_core.transport import NAMES
@@ -46,6 +47,7 @@ HERE = dict.fromkeys(
     ("python", "processor", "mpiexec", "MPI", "threads", "transport host", "transport window"), "ok"
 )
 NO_MPI4PY = "raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')"
+OTHER_NODE = ("SP_TRANSPORT=pigeon", "SP_TUNING=/proc/nope")  # a mesh reads the latter on rank 0
 TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
 
 
@@ -75,6 +77,15 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
             id="two ranks make one report",
         ),
         pytest.param(
+            (*TWO_RANKS[:2], "1", *DOCTOR, ":", "-n", "1", "env", *OTHER_NODE, *DOCTOR),
+            {},
+            1,
+            {"MPI": "ok", "constants": "note", "SP_TRANSPORT": "broken"},
+            {"rank 1: ": 1, "/proc/nope": 0, "transport host": 0, "1 broken": 1},
+            marks=pytest.mark.every_mpi,
+            id="ranks find different things",
+        ),
+        pytest.param(
             DOCTOR,
             {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"},
             1,
@@ -89,6 +100,14 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
             {"MPI": "broken", "mpiexec": "note"},
             {"mpi4py is not installed": 1, "pip install mpi4py": 1},
             id="no mpi4py",
+        ),
+        pytest.param(
+            DOCTOR,
+            {"PYTHONPATH": f"{{tmp}}:{ROOT}", "PMI_RANK": "0"},
+            1,
+            {"MPI": "broken", "mpiexec": "note", "python": "ok"},
+            {"mpi4py is not installed": 1, "pip install mpi4py": 1},
+            id="no mpi4py in a job",
         ),
         pytest.param(
             (*DOCTOR, "--device", "cuda", "--measure"),
@@ -149,34 +168,53 @@ def test_a_variable_that_no_mesh_takes_is_named(what: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("problem", [None, Finding("MPI", "broken", "none", "get one")])
-@pytest.mark.parametrize("status", ["note", "broken"])
+@pytest.mark.parametrize(("status", "nodes"), [("note", "ok"), ("note", "broken"), ("broken", "")])
 def test_what_needs_mpi_and_a_mesh_is_left_out_without(
-    status: Any, problem: Finding | None, monkeypatch: pytest.MonkeyPatch
+    status: Any, nodes: Any, problem: Finding | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other parts are examined, each with the options that it needs."""
+    """The other parts are examined, each with the options that it needs.
+
+    `status` is that of a variable of any rank, `nodes` that of the first mesh.
+    """
+    variable, mpi, mesh = (Finding(one, "ok", "") for one in ("SP_NODES", "MPI", "nodes"))
+    other, mesh = Finding("SP_ALGORITHM", status, "rank 1: x"), replace(mesh, status=nodes)
     parts: dict[str, Callable[..., Any]] = {
         "cpu_model": lambda: "Best 9",
         "cores": lambda: 7,
-        "_shared_memory": lambda: "shm",
-        "_gpus": lambda device: f"gpus {device}",
-        "_variables": lambda: iter([Finding("SP_NODES", status, "1")]),
-        "_mpiexec": lambda measure: f"mpiexec {measure}",
-        "_mpi": lambda: iter(["mpi"]),
+        "_shared_memory": lambda: Finding("shm", "ok", ""),
+        "_gpus": lambda device: Finding("GPUs", "broken", device),
+        "_variables": lambda: iter([variable]),
+        "_mpiexec": lambda measure: Finding("mpiexec", "ok", measure),
+        "_mpi": lambda: iter([mpi]),
         "_mpi_problem": lambda: problem,
+        "_world": lambda: "world",
+        "of_all": lambda mine, world: [*mine, other],
         "_constants": lambda measure: f"constants {measure}",
-        "_nodes": lambda: "nodes",
+        "_nodes": lambda: mesh,
         "_transports": lambda device: iter([f"transports {device}"]),
     }
     for part, found in parts.items():
         monkeypatch.setattr(doctor, part, found)
-    needs_mpi = [] if problem else ["constants True"]
-    needs_mesh = ["nodes", "transports cuda"] if needs_mpi and status == "note" else []
+    needs_mpi = [] if problem else [other, "constants True"]
+    needs_mesh = [mesh] if needs_mpi and status == "note" else []
+    needs_nodes = ["transports cuda"] if needs_mesh and nodes == "ok" else []
     assert [*doctor.examine("cuda", measure=True)] == [
         Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}"),
         Finding("processor", "ok", "Best 9, 7 cores"),
-        *("shm", "gpus cuda", Finding("SP_NODES", status, "1"), "mpiexec True", "mpi"),
-        *(*needs_mpi, *needs_mesh),
+        *(Finding("shm", "ok", ""), Finding("GPUs", "broken", "cuda"), variable),
+        *(Finding("mpiexec", "ok", True), mpi),  # type: ignore[arg-type]
+        *(*needs_mpi, *needs_mesh, *needs_nodes),
     ]
+
+
+def test_rank_0_reports_what_other_ranks_find_broken() -> None:
+    """What rank 0 has found itself is told once, and constants are read on rank 0 only."""
+    both, constants = (Finding(name, "broken", "x", "y") for name in ("threads", "SP_TUNING"))
+    gpus = Finding("GPUs", "broken", "none", "get one")
+    seen = [Finding("GPUs", "ok", "1: A"), both]
+    told = [seen, [gpus, both, constants], [Finding("GPUs", "note", "2"), both], [gpus]]
+    world: Any = SimpleNamespace(allgather=lambda mine: [*told[:3], mine])
+    assert of_all(told[3], world) == [*seen, replace(gpus, text="rank 1: none")]
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("broken", 1)])
@@ -189,7 +227,7 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The command would end after two minutes, and print all stacks."""
+    """The command would end after five minutes, and print all stacks."""
     found, limit = [Finding("python", "ok", "3"), Finding("MPI", status, "4", "do")], Mock()
     monkeypatch.setattr(doctor, "examine", lambda device, measure: iter(found))
     monkeypatch.setattr(doctor, "in_job", lambda: job)
@@ -200,7 +238,7 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
         call.dump_traceback_later(300, exit=True),
         call.cancel_dump_traceback_later(),
     ]
-    assert capsys.readouterr().out == ("" if rank and job else f"{doctor.report(found)}\n")
+    assert capsys.readouterr().out == ("" if rank and job else f"{report(found)}\n")
 
 
 @pytest.mark.parametrize(
@@ -230,14 +268,17 @@ def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
     assert int(before["cores"]) <= (os.cpu_count() or 1)
 
 
-@pytest.mark.parametrize(("device", "count"), [(None, 0), ("cuda", 0), (None, 1), ("cuda", 1)])
-def test_every_transport_is_tried_whose_device_is_here(
-    device: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", [None, "cuda"])
+@pytest.mark.parametrize(("here", "count"), [(0, 0), (1, 1), (0, 1)])
+def test_every_transport_is_tried_whose_device_a_rank_has(
+    device: str | None, here: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_world", lambda: "world")
+    """If only another rank has one, each rank takes part."""
+    world = SimpleNamespace(allgather=lambda mine: [mine, count])
+    monkeypatch.setattr(doctor, "_world", lambda: world)
     monkeypatch.setattr(doctor, "_try", lambda *given: given)
-    monkeypatch.setattr(doctor, "count_devices", {"cuda": count}.__getitem__)
-    tried = [("world", kind, name) for kind, names in NAMES.items() for name in names]
+    monkeypatch.setattr(doctor, "count_devices", {"cuda": 0}.__getitem__)
+    tried = [(world, kind, name) for kind, names in NAMES.items() for name in names]
     if not count:
         tried = [one for one in tried if one[1] == "cpu"]
     why = "not tried: no cuda device"
@@ -308,10 +349,10 @@ def test_a_report_fits_the_terminal_and_repeats_what_is_broken(
     monkeypatch.setenv("COLUMNS", "30")
     found = [Finding("a", "ok", "fine and well-made"), Finding("b c", "broken", "torn", "sew it")]
     table = ["a    ok      fine and", " " * 13 + "well-made", "b c  broken  torn"]
-    assert doctor.report(found).splitlines() == [*table, "", "1 broken:", "  b c: sew it"]
-    assert doctor.report(found[:1]).splitlines()[1:] == ["", "nothing is broken"]
+    assert report(found).splitlines() == [*table, "", "1 broken:", "  b c: sew it"]
+    assert report(found[:1]).splitlines()[1:] == ["", "nothing is broken"]
     monkeypatch.delenv("COLUMNS")
     monkeypatch.setattr(os, "get_terminal_size", Mock(side_effect=OSError))
     for words, lines in ((9_989, 1), (9_990, 2)):
-        text = doctor.report([Finding("a", "ok", "b " + "c" * (words - 2))])
+        text = report([Finding("a", "ok", "b " + "c" * (words - 2))])
         assert text.count("\n") == lines + 1

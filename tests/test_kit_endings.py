@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -236,12 +238,15 @@ def test_a_launch_has_the_exit_code_of_its_session_else_of_mpiexec(
 def test_another_signal_waits_until_the_ranks_are_ended(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a second Ctrl-C leaves ranks that nobody watches."""
-    ended = []
+    """Else a second Ctrl-C leaves ranks that nobody watches. A thread of torch may receive it."""
+    ended, over = [], threading.Event()
+    threading.Thread(target=over.wait, args=(60,)).start()
 
     def end() -> None:
         os.kill(os.getpid(), number)
+        time.sleep(0.1)
         ended.append(number)
+        over.set()
 
     made = Mock(run_dir=tmp_path, end=end)
     made.trouble.side_effect = KeyboardInterrupt

@@ -101,6 +101,22 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
     assert re.search(counted, text)
 
 
+@pytest.mark.every_mpi
+def test_ranks_in_a_step_of_slurm_are_started_without_a_step_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell that srun has started holds the cores for which a step of MPICH's would wait."""
+    monkeypatch.delenv("HYDRA_LAUNCHER", raising=False)  # CI sets it
+    (srun := tmp_path / "srun").write_text("#!/bin/sh\n[ $1 = --version ] || sleep 99\n")
+    srun.chmod(0o700)
+    here, given = os.uname().nodename, {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    given |= {f"SLURM_{name}": "1" for name in ("JOBID", "JOB_ID", "NNODES", "STEP_NUM_TASKS")}
+    given |= {f"SLURM_{name}": here for name in ("NODELIST", "JOB_NODELIST", "STEP_NODELIST")}
+    given |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+    code, text = launched(2, "-c", "from mpi4py import MPI; print('well')", timeout=20, **given)
+    assert (code, text.count("well\n")) == (0, 2), text
+
+
 @pytest.mark.parametrize(
     ("fault", "cause", "place"),
     [

@@ -17,7 +17,7 @@ import pytest
 from test_kit_deaths import wait_for
 
 from sp_core.launch import deaths
-from sp_core.launch.deaths import mpi_file, shared_files
+from sp_core.launch.deaths import shared_files
 
 
 def test_files_in_shared_memory_that_a_process_has_mapped_are_found() -> None:
@@ -48,15 +48,17 @@ def test_files_in_shared_memory_that_a_process_has_mapped_are_found() -> None:
 def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(
     mapped: str, name: str | None
 ) -> None:
-    found = mpi_file(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
-    assert found == (None if name is None else Path("/dev/shm") / name)
+    line = f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip()
+    other = "7f01-7f02 r--p 00000000 00:1a 43    /dev/shm/mpich_shm_2 (deleted)"
+    found = deaths._SHARED.findall(f"{other}\n{line}\n{other}\n")
+    assert found == ([] if name is None else [f"/dev/shm/{name}"])
 
 
 @pytest.mark.parametrize("command", ["exit 3", "kill -SEGV $$", "true"])
 def test_the_kernel_knows_how_a_child_has_ended(command: str) -> None:
     """Before its parent asks, and since Linux 6.15 also afterwards; of the living it knows none."""
     child = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)
-    pidfd = os.pidfd_open(child.pid)
+    pidfd = deaths._LIBC.syscall(deaths._PIDFD_OPEN, child.pid, 0)
     expected = {"exit 3": "exit code 3", "true": "exit code 0"}.get(command, "killed by SIGSEGV")
     version = [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]]
     try:

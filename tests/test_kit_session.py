@@ -113,7 +113,7 @@ def test_remarks_go_nowhere_without_hypothesis(monkeypatch: pytest.MonkeyPatch) 
     [
         ({}, 2, False, False, 0),
         ({"MPI_LOCALRANKID": "1"}, 2, False, False, 1),
-        ({"SLURM_LOCALID": "5"}, 3, True, True, 2),
+        ({"SLURM_LOCALID": "5", "SLURM_STEP_NUM_TASKS": "6"}, 3, True, True, 2),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 3, False, True, 0),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "0"}, 3, False, False, 2),
         ({}, 0, False, True, None),

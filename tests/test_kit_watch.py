@@ -114,7 +114,10 @@ def test_the_stacks_of_a_rank_outlive_it(last: str, tmp_path: Path, *, launched:
     if launched:
         texts = {name: file_of(tmp_path, 2, name).read_text() for name in ("stack", "hang")}
         assert file_of(tmp_path, 2, "pid").read_text() == found.stdout.strip()
+        # its block is taken at the start, so that a full disk has room for the last place
+        assert file_of(tmp_path, 2, "place").read_bytes() == bytes(PLACE_BYTES)
         assert found.stderr == ""
+        assert file_of(tmp_path, 2, "place").stat().st_size == PLACE_BYTES  # though disks fill up
     expected = {kind if launched else "stderr"} if kind else set()
     assert {name for name, text in texts.items() if 'File "<string>", line 4' in text} == expected
     assert texts["stack" if launched else "stderr"].startswith("told")
@@ -156,6 +159,14 @@ def test_the_last_place_replaces_a_longer_one(
         found, _, rest = file.read().partition(b"\0")
     assert found == b"x" * min(length, 511)
     assert len(found) + len(rest) == 511
+
+
+def test_a_full_disk_is_no_error_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        with pytest.raises(OSError, match="No space left"):
+            full.write(b"x")
+        monkeypatch.setattr(watch, "_watch", SimpleNamespace(place=full.fileno()))
+        watch.note("raised an error")
 
 
 PURELIB, STDLIB = (sysconfig.get_paths()[name] for name in ("purelib", "stdlib"))
@@ -273,7 +284,14 @@ def test_a_program_ends_all_ranks_with_its_own_exit_code_and_notes_its_error(
     except BaseException as error:  # noqa: BLE001  # every way in which a program may end
         if code:
             last = f"raised {traceback.format_exception_only(error)[-1].strip()}"
-    assert said == ([last] if code is None else [last, code])
+    assert said == ([last] if code is None else [code, last])
+
+
+def test_a_full_disk_changes_nothing_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:  # each write finds no space left
+        files = dict.fromkeys(("place", "flying", "stack"), full.fileno())
+        monkeypatch.setattr(watch, "_watch", SimpleNamespace(**files))
+        assert [tell("x") for tell in (watch.note, watch.in_flight, watch.tell)] == [None] * 3
 
 
 @pytest.mark.parametrize("ending", ["{}['key']", "sys.exit(3)", "pass"])

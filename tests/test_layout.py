@@ -13,11 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    ("errors",),
+    ("errors", "findings", "machine"),
     (
         "arguments",
         "compiling",
-        "machine",
         "launch",
         "observer",
         "progress",
@@ -47,7 +46,16 @@ ROOMS = (
 
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 USES_MPI = (
-    *("agreement", "communicator", "doctor", "failing", "inference", "measuring", "mesh"),
+    *(
+        "agreement",
+        "communicator",
+        "doctor",
+        "failing",
+        "findings",
+        "inference",
+        "measuring",
+        "mesh",
+    ),
     *("testing", "transport", "__main__"),
 )
 STANDARD = {*sys.stdlib_module_names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from llama_cases import SCALINGS, mesh_of
 from safetensors.torch import save_file
-from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
+from test_llama_checkpoint import CASE, INDEX, contents, saved, shared, written
 
 import sp_core as sp
 from sp_core.llama import Checkpoint, LlamaConfig, create, load, save
@@ -32,17 +33,78 @@ def test_a_number_for_the_end_and_nulls_mean_what_they_do_for_transformers() -> 
 
 
 @pytest.mark.parametrize(("ends", "said"), [((), None), ((2,), [2]), ((2, 5), [2, 5])])
+@pytest.mark.parametrize(("begin", "fill"), [(None, None), (40, 0)])
 @spmd(2)
-def test_a_saved_model_without_an_end_says_null(
-    comm: Any, ends: tuple[int, ...], said: list[int] | None, tmp_path: Path
+def test_a_saved_model_keeps_its_special_tokens_and_says_null_without_them(
+    comm: Any,
+    ends: tuple[int, ...],
+    said: list[int] | None,
+    begin: int | None,
+    fill: int | None,
+    tmp_path: Path,
 ) -> None:
-    """With an empty list, transformers cannot generate; without the entry, 2 is an end."""
-    folder = shared(comm, tmp_path) / "model"
-    config = replace(CASE.config, eos_token_id=ends)
+    """With an empty list, transformers cannot generate.
+
+    Without the entries, 1 begins a text for transformers, and 2 ends it.
+    """
+    names, folder = ("bos_token_id", "pad_token_id"), shared(comm, tmp_path)
+    given: dict[str, Any] = dict(zip(names, (begin, fill), strict=True))
+    if comm.rank == 0:
+        written(CASE, folder, eos_token_id=said, **given)
+    comm.Barrier()
     with mesh_of(comm, 0) as mesh:
-        save(create(config, mesh), folder)
-    assert read_json(folder / "config.json")["eos_token_id"] == said
-    assert LlamaConfig.from_folder(folder) == config
+        save(load(folder, mesh), folder / "model")
+    values = read_json(folder / "model" / "config.json")
+    assert values["eos_token_id"] == said
+    assert {name: values[name] for name in names} == given
+    assert LlamaConfig.from_folder(folder / "model").eos_token_id == ends
+    assert LlamaConfig.from_folder(folder / "model") == LlamaConfig.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"bos_token_id": "1"}, "bos_token_id='1' was given, needed a number"),
+        ({"pad_token_id": True}, "pad_token_id=True was given, needed a number"),
+        (
+            {"per_layer_config": {"0": {"rms_norm_eps": 0.5}}},
+            r"per_layer_config={'0': {'rms_norm_eps': 0.5}} is not supported; only {} is",
+        ),
+    ],
+)
+def test_special_tokens_are_numbers_and_all_layers_alike(entry: dict[str, Any], text: str) -> None:
+    (name,) = entry
+    with pytest.raises(sp.CheckpointError, match=re.escape(text)):
+        LlamaConfig.from_dict(CASE.config.to_dict() | entry)
+    assert LlamaConfig.from_dict(CASE.config.to_dict() | {name: None}) == CASE.config
+
+
+def test_an_entry_without_settings_of_a_layer_changes_nothing() -> None:
+    assert LlamaConfig.from_dict(CASE.config.to_dict() | {"per_layer_config": {}}) == CASE.config
+
+
+@pytest.mark.parametrize("without", [(), ("config.json", SINGLE)])
+@spmd(2)
+def test_a_folder_with_an_adapter_is_refused(
+    comm: Any, without: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The library peft applies it, or fetches the model that it names."""
+
+    def adapt(folder: Path) -> None:
+        (folder / "adapter_config.json").write_text("{}")
+        for name in without:
+            (folder / name).unlink()
+
+    folder = saved(comm, tmp_path, adapt, shards=False)
+    text = r"has an adapter.*merge_and_unload\(\).*adapter_config\.json away"
+    with mesh_of(comm, 0) as mesh, pytest.raises(sp.CheckpointError, match=text):
+        load(folder, mesh)
+
+
+@pytest.mark.parametrize("read", [LlamaConfig.from_folder, Checkpoint])
+def test_a_folder_without_a_name_is_refused(read: Any) -> None:
+    with pytest.raises(TypeError, match="folder=None was given; pass a name or a Path"):
+        read(None)
 
 
 SCALING = {"rope_type": "linear", "factor": 2.0}

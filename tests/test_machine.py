@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sp_core import machine
-from sp_core.machine import JOB_SIZES, JOB_VARIABLES, LAUNCH_PROBLEMS
+from sp_core.machine import JOB_SIZES, JOB_VARIABLES, LAUNCH_PROBLEMS, LOCAL_RANKS
 
 HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 
@@ -75,21 +75,24 @@ def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("name", "job", "tasks"),
+    ("variables", "job", "tasks", "local"),
     [
-        (None, False, 1),
-        *((name, True, 1) for name in JOB_VARIABLES),
-        *((name, False, 4) for name in JOB_SIZES),
+        ({}, False, 1, 7),
+        *(({name: "4"}, True, 1, 7) for name in JOB_VARIABLES),
+        *(({name: "4"}, name.startswith("SLURM"), 4, 7) for name in JOB_SIZES),
+        ({"SLURM_LOCALID": "0"}, False, 1, 7),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, False, 1, 7),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, True, 2, 0),
+        *(({name: "3", "SLURM_LOCALID": "0"}, False, 1, 3) for name in LOCAL_RANKS[:-1]),
     ],
 )
-def test_a_launcher_says_that_this_is_a_job_or_how_many_ranks_it_has_started(
-    name: str | None, job: bool, tasks: int, monkeypatch: pytest.MonkeyPatch
+def test_a_launcher_says_whether_this_is_a_job_its_ranks_and_the_rank_on_the_node(
+    variables: dict[str, str], job: bool, tasks: int, local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for other in (*JOB_VARIABLES, *JOB_SIZES):
-        monkeypatch.delenv(other, raising=False)
-    if name:
-        monkeypatch.setenv(name, "4")
+    """A batch script, a shell by srun and what they start inherit that they are task 0 of one."""
+    monkeypatch.setattr(os, "environ", variables)
     assert (machine.in_job(), machine.started_tasks()) == (job, tasks)
+    assert machine.local_rank(7) == local
 
 
 @pytest.mark.parametrize(

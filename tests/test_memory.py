@@ -26,7 +26,7 @@ from sp_core.nn import memory
 from sp_core.nn.block import ParallelBlock
 from sp_core.nn.loss import next_token_loss
 from sp_core.schemes import SCHEMES
-from sp_core.testing import LiveBytes, device, run_threads, spmd
+from sp_core.testing import LiveBytes, bound, check_close, device, run_threads, spmd
 
 HIDDEN, HEADS, FFN = 16, 4, 24
 
@@ -184,21 +184,40 @@ def test_offload_works_with_any_default_device(comm: Any) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @spmd(1, 2)
-def test_the_loss_from_hidden_states_holds_the_logits_of_one_chunk(comm: Any) -> None:
+def test_the_loss_from_hidden_states_holds_the_logits_of_one_chunk(comm: Any, dtype: str) -> None:
     """Forward and backward need a few copies of a chunk, and never the logits of all tokens."""
     tokens, hidden, chunk, vocabulary = 1024, 8, 32, 512
-    x = torch.ones(tokens, hidden, requires_grad=True)
-    labels = torch.zeros(tokens, dtype=torch.int64)
+    given: Any = {"dtype": getattr(torch, dtype), "requires_grad": True}
+    x, labels = torch.ones(tokens, hidden, **given), torch.zeros(tokens, dtype=torch.int64)
     with sp.Mesh(comm, tp=comm.size, dp=1) as mesh:
-        head = torch.ones(vocabulary // comm.size, hidden, requires_grad=True)
+        head = torch.ones(vocabulary // comm.size, hidden, **given)
         groups: dict[str, Any] = {"tensor": mesh["tp"], "data": mesh["dp"]}
         with LiveBytes((x, head, labels)) as live:
             loss = next_token_loss(x, labels, **groups, head=head, chunk=chunk)
             torch.autograd.grad(loss, (x, head))
-        logits = chunk * len(head) * x.itemsize
-        every = logits * tokens // chunk
-        assert live.peak <= 6 * logits + 4 * (x.nbytes + head.nbytes) < every
+        logits, states = chunk * len(head) * 4, (x.numel() + head.numel()) * 4
+        assert live.peak <= 6 * logits + 4 * states < logits * tokens // chunk
+
+
+@pytest.mark.parametrize("dtype", kernels.HALF)
+@spmd(1)
+def test_a_head_of_a_half_type_has_its_gradient_however_many_chunks(
+    comm: Any, dtype: torch.dtype
+) -> None:
+    """No token has a label other than 0, so the summands of all other rows have one sign."""
+    states = (normal(0, (4096, 8), "float64").abs() + 1).to(dtype)
+    head = normal(1, (16, 8), "float64").mul(0.1).to(dtype).requires_grad_()
+    labels = torch.zeros(4096, dtype=torch.int64)
+    with sp.Mesh(comm, all=1) as mesh:
+        groups: dict[str, Any] = {"tensor": mesh["all"], "data": mesh["all"], "head": head}
+        loss = next_token_loss(states, labels, **groups, count=1, chunk=4)
+        (found,) = torch.autograd.grad(loss, head)
+    p = (states.double() @ head.detach().double().T).softmax(-1)
+    target = F.one_hot(labels, 16)
+    wanted, terms = ((grad.T @ states.double()) for grad in (p - target, p + target))
+    check_close("head", found, wanted, bound(terms, dtype, growth=4096.0))
 
 
 def test_the_plain_kernel_holds_the_scores_of_one_strip() -> None:

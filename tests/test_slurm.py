@@ -48,6 +48,7 @@ case "$*" in
         mkdir -p "$folder/bin"
         cp "$UNDOCTORED" "$folder/bin/python"
         printf '#!/bin/sh\\necho "pip $*" >>"$CALLS"\\ncat "$4" >>"$CALLS"\\n' >"$folder/bin/pip"
+        echo 'ls "${5%[*}" >>"$CALLS" 2>/dev/null || :' >>"$folder/bin/pip"
         echo '#!/bin/sh' >"$folder/bin/nox"
         echo 'echo "nox $* with ${SP_TORCH:-no torch}" >>"$CALLS"' >>"$folder/bin/nox"
         echo 'exit "${NOX_ENDS:-0}"' >>"$folder/bin/nox"
@@ -226,14 +227,18 @@ def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
 def test_the_job_makes_an_environment_and_removes_it(
     scratch: dict[str, str], lacks_torch: int, nodes: str
 ) -> None:
-    """Several nodes share the checkout, and not the disk of the first node."""
+    """Several nodes share the checkout, and not the disk of the first node.
+
+    pip builds from a copy, because tasks of an array that build in the checkout disturb each other.
+    """
     given = {"HAS_TORCH": str(lacks_torch), "SLURM_JOB_NUM_NODES": nodes}
     run({**scratch, **given}, JOB, "--device", "cpu", "--help")
     (install,) = called(scratch, "pip ")
-    assert install.endswith(f".[bench] {installed_mpi()}")
+    assert install.endswith(f"/source[bench] {installed_mpi()}")
+    assert (len(called(scratch, "pyproject.toml")), len(called(scratch, "sp_core"))) == (1, 1)
     folder = scratch["SLURM_TMPDIR"] if nodes == "1" else ROOT / "reports"
-    constraints = Path(install.split()[4])
-    assert constraints.is_relative_to(folder)
+    constraints, source = map(Path, install.split()[4:6])
+    assert (constraints.is_relative_to(folder), source.parent) == (True, constraints.parent)
     assert not constraints.parent.exists()
     assert (len(called(scratch, "mpi4py==")), len(called(scratch, "torch=="))) == (1, lacks_torch)
     assert list(Path(scratch["SLURM_TMPDIR"]).iterdir()) == []

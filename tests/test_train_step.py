@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
 from pathlib import Path
@@ -15,7 +16,7 @@ from llama_cases import Case
 from test_llama_checkpoint import shared
 from test_resume import Training
 from torch import Tensor
-from torch.nn import Linear
+from torch.nn import Linear, Parameter
 
 import sp_core as sp
 from sp_core.llama import Llama, generate
@@ -87,6 +88,17 @@ def test_tensor_ranks_with_unequal_numbers_of_tokens_take_as_many_chunks(comm: A
     assert sent[3] - sent[2] == 5 * CASE.hidden * 8
 
 
+@spmd(1, 2)
+def test_training_takes_longer_sequences_than_generation(comm: Any) -> None:
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model, sequence = CASE.model(mesh), [*range(1, 9)]
+        loss = backward(model, [sequence])
+        model.config = replace(model.config, max_position_embeddings=4)
+        assert backward(model, [sequence]) == loss
+        with pytest.raises(ValueError, match="exceeds the model's 4 positions"):
+            generate(model, [sequence], max_tokens=1)
+
+
 DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "class": partial(torch.optim.Adam, lr=0.01),
     "rate": partial(torch.optim.AdamW, lr=0.02),
@@ -97,6 +109,14 @@ DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02)),
 }
 """Optimizers that differ from AdamW with lr=0.01."""
+
+
+TORCHS = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and torch.optim.Optimizer in kind.__mro__[1:]
+}
+"""The optimizers of torch by name."""
 
 
 @spmd(2, 3)
@@ -110,6 +130,44 @@ def test_optimizers_that_differ_between_ranks_train_nothing(comm: Any) -> None:
             with pytest.raises(sp.CollectiveMismatch, match=r"(?s)the ranks disagree.*train_step"):
                 train_step(model, optimizer, [[1, 2]], max_norm=1.0)
         assert all(map(torch.equal, model.parameters(), before))
+
+
+def updated(kind: Any, weight: Tensor, grad: Tensor) -> Tensor:
+    """Return a weight after two steps of an optimizer with the same gradient."""
+    x = Parameter(weight.clone())
+    x.grad = grad.to_sparse() if kind is torch.optim.SparseAdam else grad
+    optimizer = kind([x], lr=0.1)
+    for _ in range(2):
+        optimizer.step(lambda: (x.detach() * grad).sum())
+    return x.detach()
+
+
+@spmd(1, 2)
+def test_optimizers_of_torch_that_couple_elements_need_whole_weights(
+    comm: Any, tmp_path: Path
+) -> None:
+    """Refused are those, and only those, that update two halves of a weight in another way."""
+    folder, refused = shared(comm, tmp_path), set[str]()
+    x = torch.linspace(1, 2, 32, dtype=torch.float64).view(8, 4)
+    halves = [*zip(x.split(4), x.cos().split(4), strict=True)]
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        model = CASE.model(mesh)
+        weights = [x for x in model.parameters() if x.dim() == 2]
+        for name, kind in TORCHS.items():
+            apart = torch.cat([updated(kind, *half) for half in halves])
+            couples = not torch.allclose(updated(kind, x, x.cos()), apart, rtol=1e-9, atol=0)
+            save = partial(save_training, model, folder / name, optimizer=kind(weights), step=0)
+            if couples and comm.size > 1:
+                refused.add(name)
+                with pytest.raises(sp.CheckpointError, match=rf"{name} computes .*such as AdamW"):
+                    save()
+            else:
+                save()
+        norms = [x for x in model.parameters() if x.dim() == 1]
+        before = norms[0].detach().clone()
+        train_step(model, torch.optim.Adafactor(norms), [[1, 2]], max_norm=1.0)
+        assert not torch.equal(norms[0], before)
+    assert refused >= {"Adafactor", "LBFGS", "Muon"} or comm.size == 1
 
 
 def sample(model: Llama) -> None:

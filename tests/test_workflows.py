@@ -80,6 +80,12 @@ def test_every_step_is_one_call_of_nox_for_a_session_that_exists(name: str) -> N
         assert re.search(r"^    timeout-minutes: \d+$", job, re.MULTILINE) or OURS in job, title
 
 
+def test_the_guide_for_contributors_lists_what_runs_every_night() -> None:
+    guide = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    (row,) = re.findall(r"^\| `nightly.yml` .*\| (.*) \|$", guide, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", row) == called(WORKFLOWS["nightly.yml"])
+
+
 @pytest.mark.parametrize("more", ["", " && make", " -- a; b", " -- `a`", " -- $(a)"])
 def test_something_else_is_no_call_of_nox(more: str) -> None:
     assert called(f"run: .venv/bin/nox -s lint{more}") == [None if more else "lint"]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import sp_core as sp
@@ -31,12 +30,11 @@ from benchmarks.machine import device
 from benchmarks.records import AXIS
 from benchmarks.reporting.tables import size
 from benchmarks.worker import Intracomm, Rank
-from sp_core.schedules import Operation
 from sp_core.transport import Done
 
 TRIES = 20
 NAMES: dict[str, Callable[..., object]] = {
-    "run": lambda operation: operation.op,
+    "run": lambda operation, _: operation.op,
     "start": lambda operation, *_: operation.op,
     "exchange": lambda sends, recvs, name="exchange", **_: name,
     "wait": lambda handle, name: name,
@@ -101,17 +99,8 @@ class Log:
         # holds the handle, because a new handle could get the id of a freed one
         self._begun: dict[int, tuple[object, Event]] = {}
         comm.counters.reset()
-        for method in ("start", "exchange", "wait", "_agree"):
+        for method in ("run", "start", "exchange", "wait", "_agree"):
             setattr(comm, method, functools.partial(self._span, method, getattr(comm, method)))
-        prepare = comm.prepare
-
-        def prepared(
-            operation: Operation, send: torch.Tensor | None, recv: torch.Tensor | None
-        ) -> Callable[[], None]:
-            run = prepare(operation, send, recv)
-            return functools.partial(self._span, "run", lambda _: run(), operation)
-
-        comm.prepare = prepared  # type: ignore[method-assign]
 
     def _span(self, method: str, act: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         waited = arguments[0] if method == "wait" else None

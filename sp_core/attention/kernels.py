@@ -8,7 +8,7 @@ Facts about the fused kernels of torch 2.13 that the rest of the package relies 
 - CPU flash: float64 down to float16; takes K < H; causal is top-left aligned, and NaN for a scale
   that is not positive. The additive mask must have q's dtype: a float32 mask for float64 is read
   wrongly, without an error. A tensor whose last dim is not contiguous is read wrongly, too. Zero
-  queries, keys or heads end the process with SIGFPE.
+  queries, keys or heads end the process with SIGFPE. The backward sums dk and dv in their dtype.
 - CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked. bfloat16 needs
   compute capability 8.0.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, takes
@@ -249,11 +249,10 @@ def backward(
         return _plain_backward(grad_out, q, k, v, out, lse, _strips(q, k, kind, allowed), logits)
     scale = logits.softmax_scale
     if backend == "flash_cpu":
-        grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
+        dtype = accumulation_dtype(q.dtype)  # the kernel sums over heads and queries in its dtype
+        given = (_readable(t.to(dtype)) for t in (grad_out, q, k, v, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(grad_out, q, k, v, out, lse, 0.0, kind == "causal"),
-            attn_mask=_additive(allowed, q.dtype),
-            scale=scale,
+            *(*given, lse, 0.0, kind == "causal"), attn_mask=_additive(allowed, dtype), scale=scale
         )
         return dq, dk, dv
     return cuda.backward(backend, grad_out, q, k, v, out, lse, kind == "causal", allowed, scale)

@@ -18,15 +18,11 @@ The functions whose names end in `_start` return at once with a `Pending`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from sp_core.collectives.build import Sizes
 from sp_core.collectives.differentiable import Pending, begin, call
 from sp_core.communicator import Communicator
-
-Sizes = Sequence[int] | None
-"""One length per rank, or None."""
 
 
 def all_gather(

@@ -39,9 +39,8 @@ MOVABLE = (*SUMMABLE, torch.bool)
 """Dtypes of the collectives that only move data."""
 NEEDED = object()
 """Stands for the default of an argument that must be given."""
-
-
 Sizes = Sequence[int] | None
+"""One length per rank, or None."""
 
 
 @dataclass(frozen=True)
@@ -178,16 +177,10 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
     """
     arguments.check(**given)
     arguments.check_tensor(x, comm, dtypes=kind.dtypes)
-    dims = [given[dim] for dim in kind.dims]
-    for dim in dims:
-        if not 0 <= dim < x.dim():
-            raise ShapeError(
-                f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. "
-                "Pass a dim that it has."
-            )
-    if len({*dims}) < len(dims):
+    lengths = {name: arguments.length_along(x, given[name]) for name in kind.dims}
+    if len({given[name] for name in kind.dims}) < len(kind.dims):
         raise ShapeError(
-            f"{kind.map.name} was asked to split and concatenate dim {dims[0]}. "
+            f"{kind.map.name} was asked to split and concatenate dim {given[kind.dims[0]]}. "
             "Pass two different dims."
         )
     _check_algorithm(
@@ -195,7 +188,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
     )
     if kind.cut:
         dim, sizes = kind.cut
-        _check_sizes(sizes, given[sizes], comm, total=x.shape[given[dim]])
+        _check_sizes(sizes, given[sizes], comm, total=lengths[dim])
     if "op" in given:
         _check_sum(x, given["op"], in_place=kind.map is maps.InPlace)
     if not 0 <= given.get("root", 0) < comm.size:
@@ -206,8 +199,8 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
     if not kind.joined:
         return 0
     dim, sizes = kind.joined
-    _check_sizes(sizes, given[sizes], comm, own=x.shape[given[dim]])
-    return int(x.shape[given[dim]]) if given[sizes] is None else 0
+    _check_sizes(sizes, given[sizes], comm, own=lengths[dim])
+    return lengths[dim] if given[sizes] is None else 0
 
 
 def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> None:

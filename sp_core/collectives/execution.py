@@ -138,10 +138,6 @@ class Ready(ABC):
         """Give the scratch memory back, for other collectives. This one cannot run afterwards."""
         self._scratch.give(self._block)
 
-    def _once(self, running: Handle) -> Handle:
-        """Return the handle of a run that calls `release` at its end."""
-        return Transfer([running.test], after=self.release)
-
     def _count(self, cost: Cost) -> None:
         self.comm.counters[self.name].add(
             messages=cost.messages, bytes_sent=cost.bytes_sent, scratch=cost.scratch
@@ -218,13 +214,13 @@ class Library(Ready):
         if self.operation.op == "shift":
             self.comm.wait(self.begin(), self.name)
         else:
-            self._call()
+            self.comm.run(self.operation, self._call)
 
     @cached_property
     def _call(self) -> Work:
         """Return the function that runs the collective, prepared once."""
         with torch.inference_mode(False):  # later runs may be outside of that mode
-            return self.comm.prepare(self.operation, *self._buffers)
+            return self.comm.transport.prepare(self.operation, *self._buffers)
 
 
 @dataclass(frozen=True)
@@ -273,7 +269,9 @@ class BoundProgram(Ready):
         self._count(self._cost)
         used(self._block)
         running = Running(self, self.comm.transport.announce(self._sends, self._recvs))
-        return ordered(self._once(running) if once else running, self.device)
+        return ordered(
+            Transfer([running.test], after=self.release) if once else running, self.device
+        )
 
 
 class Running:
@@ -392,9 +390,9 @@ class BoundWindow(Ready):
             self._bound[first] = work, cost(program, self.dtype)
         steps, figures = self._bound[first]
         self._count(figures)
-        running = self._window.start(steps, self._what)
+        after = self.release if once else None
         # copies of a device do not keep their memory alive
-        return self._once(running) if once else Transfer([running.test], keep=self)
+        return self._window.start(steps, self._what, keep=self, after=after)
 
 
 _DONE = Done()

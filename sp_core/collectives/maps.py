@@ -236,7 +236,7 @@ class AllReduce(Map):
         )
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
-        """Return buffers with marks that are not 0 for NaN: MPI libraries compare NaN each its way."""
+        """Return buffers with marks, not 0 for NaN: MPI libraries compare NaN in different ways."""
         x, (send, recv) = x.detach(), x.new_empty((2, 2, *x.shape))
         out, is_nan = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
         moves = self.operation(x, (send.numel(),), reduction=self.op)

@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from pathlib import Path
 from sp_core.launch import results, watch
 from sp_core.launch.deaths import Deaths, kill_session, shared_files
 from sp_core.launch.watch import HOST, IN_FLIGHT, RESULT, RUN_DIR, STARTED, this_host
+from sp_core.machine import home_or, temporary_folder
 
 POLL_SECONDS = 0.05
 PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
@@ -53,6 +53,7 @@ ENVIRONMENT = {
     "OMPI_MCA_mpi_yield_when_idle": "true",
     "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps for a second in MPI_Init
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
+    "HYDRA_LAUNCHER": "fork",  # by srun, MPICH's ranks would wait for cores that a shell's step has
 }
 # folder of Open MPI's files; it refuses to start if both are set
 SESSION_DIR, SESSION_DIR_HERE = ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base")
@@ -123,9 +124,8 @@ def environment(run_dir: Path) -> dict[str, str]:
     this host in SP_RUN_HOST. Open MPI does not start without HOME, and sends no other host a
     variable that it was not told of.
     """
-    home = os.path.expanduser("~")  # noqa: PTH111  # it returns "~" for a user without a folder
     defaults = ENVIRONMENT | (AS_ROOT if os.geteuid() == 0 else {}) | session_dir(run_dir)
-    defaults["HOME"] = str(run_dir) if home == "~" else home
+    defaults["HOME"] = home_or(str(run_dir))
     defaults["OMPI_MCA_mca_base_env_list"] = f"{RUN_DIR};{HOST}"
     return {**defaults, **os.environ, RUN_DIR: str(run_dir), HOST: this_host()}
 
@@ -288,12 +288,20 @@ def _exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Hold back signals that end this process, such as a second Ctrl-C, until the block ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *ENDING))
+    """Hold back signals that end this process, such as a second Ctrl-C, until the block ends.
+
+    Blocking them would not do: another thread would receive them, and Python act on them here.
+    """
+    came: list[int] = []
+    held = (signal.SIGINT, *ENDING)
+    before = [signal.signal(number, lambda number, _: came.append(number)) for number in held]
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in zip(held, before, strict=True):
+            signal.signal(number, handler)
+        for first in came[:1]:
+            signal.raise_signal(first)
 
 
 def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequence[str] = ()) -> int:
@@ -315,6 +323,7 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
     Raises:
         ValueError: there is to be no rank, or no time.
         FileNotFoundError: there is no mpiexec, or the command is a script that cannot be run.
+        OSError: temporary files cannot be made.
     """
     if ranks < 1 or not timeout > 0:
         raise ValueError(
@@ -322,8 +331,8 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
         )
     if command[0].endswith(".py") and not shutil.which(command[0]):
         raise FileNotFoundError(f"{command[0]!r} is no program. Write -- python {command[0]}.")
-    with _exit_on_signals(), tempfile.TemporaryDirectory(prefix="sp_core-") as directory:
-        launch = Launch(ranks, command, mpi_args, Path(directory), timeout)
+    with _exit_on_signals(), temporary_folder() as directory:
+        launch = Launch(ranks, command, mpi_args, directory, timeout)
         result = launch.run_dir / RESULT
         try:
             while not (reason := launch.trouble(POLL_SECONDS)) and launch.ended() is None:

@@ -8,6 +8,7 @@ dump is the text that `faulthandler` writes; owners of files are explained there
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import re
@@ -25,6 +26,7 @@ DUMP_SECONDS = 2.0
 NOT_KNOWN = "its exit code is not known"
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
 ATTEMPTS, RETRY_SECONDS, WRITE_SECONDS = 5, 0.01, 0.3
+_LIBC, _PIDFD_OPEN = ctypes.CDLL(None), 434  # the call's number on every architecture but alpha
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 _INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, fields that are not used here, exit_code
 _INFO_EXIT = 1 << 3
@@ -91,9 +93,8 @@ class Deaths:
 
     def _watch(self, rank: int, pid: int) -> None:
         self._watched[rank] = pid
-        try:
-            fd = os.pidfd_open(pid)
-        except OSError:  # it ended before the launcher saw it, or the system has no pidfd to give
+        # Pythons of conda and uv lack `os.pidfd_open`
+        if (fd := _LIBC.syscall(_PIDFD_OPEN, pid, 0)) < 0:  # it has ended, or the system has none
             self._unreported[rank] = pid
         else:
             self._rank_of[fd], self._pid_of[fd] = rank, pid
@@ -276,8 +277,10 @@ def _status_of(fd: int) -> int | None:
     return None
 
 
-_SHARED = re.compile(r".* (/dev/shm/(mpich_shm_|ucx_shm_posix_|sm_segment\.)[^/]*)")
-"""A line of /proc/PID/maps with a file in shared memory, as MPICH, UCX and Open MPI name it."""
+_SHARED = re.compile(
+    r" (/dev/shm/(?:mpich_shm_|ucx_shm_posix_|sm_segment\.)[^/\n]*)(?<! \(deleted\))$", re.MULTILINE
+)
+"""The files in shared memory in /proc/PID/maps, named as by MPICH, UCX and Open MPI."""
 
 
 def stat(pid: int | str) -> list[str]:
@@ -344,14 +347,5 @@ def shared_files(leader: int) -> set[Path]:
     for pid in processes_of(leader):
         with contextlib.suppress(OSError):
             maps = os.fsdecode(Path(f"/proc/{pid}/maps").read_bytes())
-            found.update(filter(None, map(mpi_file, maps.split("\n"))))
+            found.update(map(Path, _SHARED.findall(maps)))
     return found
-
-
-def mpi_file(line: str) -> Path | None:
-    """Return the path that a line of /proc/PID/maps names, if it is an MPI library's shared memory.
-
-    Return None for every other line.
-    """
-    found = _SHARED.fullmatch(line)
-    return Path(found[1]) if found and not line.endswith(" (deleted)") else None

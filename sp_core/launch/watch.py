@@ -78,6 +78,7 @@ class Watch:
         self.hang, self.stack, self.place, self.flying = (
             os.open(file, os.O_CREAT | os.O_RDWR) for file in (*files, self.directory / IN_FLIGHT)
         )
+        os.pwrite(self.place, bytes(PLACE_BYTES), 0)  # takes its block, while the disk has one
         if run_dir is None:
             atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
             self.hang = self.stack = os.dup(2)
@@ -221,9 +222,13 @@ def progress() -> None:
 
 
 def note(text: str) -> None:
-    """Write `text`, cut to 511 bytes, to this rank's file "place", which outlives the process."""
+    """Write `text`, cut to 511 bytes, to this rank's file "place", which outlives the process.
+
+    What a full disk has no room for is not written, here and in `tell` and `in_flight`.
+    """
     if _watch is not None:
-        os.pwrite(_watch.place, encoded(text)[: PLACE_BYTES - 1] + b"\0", 0)
+        with suppress(OSError):
+            os.pwrite(_watch.place, encoded(text)[: PLACE_BYTES - 1] + b"\0", 0)
 
 
 def encoded(text: str) -> bytes:
@@ -236,7 +241,8 @@ def tell(text: str) -> None:
 
     The text goes to the stack file, which the launcher prints, or without one to standard error.
     """
-    os.write(2 if _watch is None else _watch.stack, encoded(text))
+    with suppress(OSError):
+        os.write(2 if _watch is None else _watch.stack, encoded(text))
 
 
 def in_flight(text: str) -> None:
@@ -246,7 +252,8 @@ def in_flight(text: str) -> None:
     slow.
     """
     if _watch is not None:
-        os.ftruncate(_watch.flying, os.pwrite(_watch.flying, encoded(text), 0))
+        with suppress(OSError):
+            os.ftruncate(_watch.flying, os.pwrite(_watch.flying, encoded(text), 0))
 
 
 def run_program(arguments: list[str]) -> None:
@@ -286,8 +293,8 @@ def run_program(arguments: list[str]) -> None:
         code = error.code if isinstance(error, SystemExit) else 1
         code = code if isinstance(code, int) else int(code is not None)
         if os.getpid() == pid:
-            note(f"{FAILED}{traceback.format_exception_only(error)[-1].strip()}" if code else ENDED)
             abort_at_exit(code)
+            note(f"{FAILED}{traceback.format_exception_only(error)[-1].strip()}" if code else ENDED)
         raise
     if os.getpid() == pid:
         note(ENDED)

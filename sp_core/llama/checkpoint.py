@@ -52,11 +52,12 @@ class Checkpoint:
     The constructor reads only headers, `read` a tensor; `names` has the names of all tensors.
 
     Raises:
-        CheckpointError: on this rank: no weights, a missing or broken file, or an index without a
-            map from tensors to files of the folder.
+        CheckpointError, TypeError: on this rank: no path, no weights, a missing or broken file, or
+            an index without a map from tensors to files of the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
+        arguments.check(folder=folder)
         self.folder = Path(folder)
         is_single = (self.folder / SINGLE).is_file()
         places = self._read_index() if not is_single and (self.folder / INDEX).exists() else {}
@@ -168,7 +169,7 @@ def load(
 
     Args:
         folder: holds `config.json` and either `model.safetensors`, or else several files and
-            `model.safetensors.index.json`. Every rank must see it.
+            `model.safetensors.index.json`, and no adapter. Every rank must see it.
         mesh: a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp" (see `Grid`).
         dtype: the dtype of weights and computation; the dtype of the file if not given.
         scheme: as in `Grid.of`.
@@ -219,7 +220,7 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise CheckpointError(
             f"the weights in {checkpoint.folder} have the dtypes {', '.join(names)}. "
-            "Say in which one to compute: dtype=..."
+            "Say in which one to compute (dtype= of load, --dtype of sp-core)."
         )
     return asked or dtypes.pop()
 
@@ -228,8 +229,7 @@ def check_names(checkpoint: Checkpoint, model: Llama) -> None:
     """Raise CheckpointError if the files lack a tensor of the model, or have unknown tensors."""
     weights = [name for name, _ in model.layers[next(iter(model.own))].named_parameters()]
     own = [f"layers.{n}.{name}" for n in range(model.config.num_hidden_layers) for name in weights]
-    own += ["embed_tokens.weight", "norm.weight"]
-    own += [] if model.config.tie_word_embeddings else [_HEAD]
+    own += ["embed_tokens.weight", "norm.weight", *[_HEAD] * (not model.config.tie_word_embeddings)]
     expected, names = set(map(checkpoint_name, own)), set(checkpoint.names)
     missing = sorted(expected - names)
     extra = sorted(x for x in names - expected - {_HEAD} if not x.endswith(_UNUSED))
@@ -251,6 +251,7 @@ def save(
 
     Every rank calls this; rank 0 of the mesh writes. Files go into a temporary folder beside
     `folder`, which is renamed when complete. A killed save leaves at most that, and its parents.
+    Copy chat template, tokenizer_config.json and generation_config.json of a loaded folder.
 
     Args:
         model: a model on any mesh without the axis "pp".

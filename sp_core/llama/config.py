@@ -30,6 +30,7 @@ _ONLY = {
     "quantization_config": None,
     "partial_rotary_factor": 1,
     "is_causal": True,
+    "per_layer_config": {},
 }
 """For some entries of `config.json` the one supported value, which is the default."""
 _ROPE, _CONTEXT = ("rope_scaling", "rope_parameters"), "original_max_position_embeddings"
@@ -41,6 +42,7 @@ _SIZES = (
     "num_attention_heads",
 )
 """Entries that every `config.json` must have."""
+_TOKENS = "eos_token_id", "bos_token_id", "pad_token_id"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class LlamaConfig:
         rms_norm_eps: the number added to the mean square in the norms.
         rope_theta, rope_scaling: `base` and `scaling` of `sp_core.nn.rope.Rope`.
         tie_word_embeddings: whether the output layer uses the weight of the embedding.
-        max_position_embeddings: the most tokens that a sequence may have.
+        max_position_embeddings: the most tokens that a sequence may have in `generate`, `Decoder`
+            and `prefill_unequal`. `Llama.forward` and training take longer ones, too.
         eos_token_id: tokens after which generation of a sequence ends; a number, a list or None as
             in a `config.json` becomes a tuple.
 
@@ -77,6 +80,8 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     eos_token_id: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         """Convert numbers of NumPy. Raise CheckpointError if entries are not supported."""
@@ -106,13 +111,8 @@ class LlamaConfig:
             raise CheckpointError(
                 f"tie_word_embeddings={self.tie_word_embeddings!r} was given, needed true or false."
             )
-        ends: Any = self.eos_token_id
-        tokens = tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-            raise CheckpointError(
-                f"eos_token_id={ends!r} was given, needed a number, a list of numbers, or null."
-            )
-        object.__setattr__(self, "eos_token_id", tokens)
+        tokens = {name: _tokens(name, getattr(self, name)) for name in _TOKENS}
+        object.__setattr__(self, "eos_token_id", tokens["eos_token_id"])
         try:
             self.rope()
         except (ShapeError, ValueError, TypeError, RuntimeError, OverflowError) as error:
@@ -138,8 +138,16 @@ class LlamaConfig:
         `config.json`.
 
         Raises:
-            CheckpointError: no `config.json`, no JSON, or an entry that is not supported.
+            CheckpointError: no `config.json`, no JSON, an entry that is not supported, or an
+                adapter beside it.
+            TypeError: `folder` is no path.
         """
+        arguments.check(folder=folder)
+        if (adapter := Path(folder) / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"{folder} has an adapter, such as LoRA, which would not be applied. Merge it into "
+                f"the weights, as merge_and_unload() of peft does, or move {adapter} away."
+            )
         path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
         values = read_json(path)
         ends = read_json(generation).get("eos_token_id") if generation.exists() else None
@@ -164,8 +172,8 @@ class LlamaConfig:
         if values.get("model_type") != "llama" or not is_llama:
             raise CheckpointError(
                 f"model_type {values.get('model_type')!r} with architectures {architectures} is "
-                f"not supported; "
-                f"only {ARCHITECTURE} is."
+                f"not supported; only {ARCHITECTURE} is. For another one use `parallelize`, with a "
+                "model of transformers."
             )
         _check_only(values)
         names = cls.__dataclass_fields__
@@ -210,6 +218,20 @@ def read_json(path: Path, **options: Any) -> dict[str, Any]:
             f"{path} holds a {type(values).__name__}, needed an object. Copy it again."
         )
     return values
+
+
+def _tokens(name: str, given: Any) -> tuple[int, ...]:
+    """Return the tokens that an entry gives: a number, a list of numbers, or None for no token.
+
+    Raises:
+        CheckpointError: the entry `name` is something else.
+    """
+    tokens = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise CheckpointError(
+            f"{name}={given!r} was given, needed a number, a list of numbers, or null."
+        )
+    return tokens
 
 
 def _is_size(value: object) -> bool:

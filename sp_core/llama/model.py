@@ -246,8 +246,7 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:
         """Compute logits (B, S, V/T) of hidden states (B, S, E); with `lengths` (B, S/T, E)."""
-        (logits,) = project(hidden, self.head, lengths=lengths)
-        return logits
+        return project(hidden, self.head, lengths=lengths)[0]
 
     @property
     def head(self) -> Weight:

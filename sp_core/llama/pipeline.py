@@ -345,8 +345,7 @@ def _agree(
 
     def call() -> str:
         what = f"{len(batches)} micro-batches, {model.dtype}, in {orders[0]}, {saving}"
-        what += f", gradients={torch.is_grad_enabled()}"
-        return f"loss_and_gradients({what})"
+        return f"loss_and_gradients({what}, gradients={torch.is_grad_enabled()})"
 
     @cache
     def same_tokens() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from copy import copy
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -18,9 +18,12 @@ from sp_core.errors import CheckpointError
 from sp_core.llama.checkpoint import DTYPES, STATE, Checkpoint, parts_of
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.model import Llama
+from sp_core.nn.gradients import placement_of
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 _REMEDY = "Make one of model.parameters()."
+_COUPLING = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon
+"""The optimizers of torch that compute the update of an element with other elements, too."""
 
 
 def record_of(
@@ -43,7 +46,7 @@ def record_of(
     arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, _REMEDY)
     arguments.check(scheduler=scheduler, generator=generator)
     names = {weight: name for name, (weight, _) in parts_of(model).items()}
-    check_parameters(optimizer, names, CheckpointError)
+    check_optimizer(optimizer, model, CheckpointError)
     kinds = {
         "dtype": str(model.dtype),
         "optimizer": type(optimizer).__name__,
@@ -71,13 +74,18 @@ def record_of(
     }
 
 
-def check_parameters(
-    optimizer: Any, known: Container[Tensor], error: type[ValueError] = ValueError
-) -> None:
-    """Raise an error if a parameter of an optimizer is not among the `known` ones of the model."""
+def check_optimizer(optimizer: Any, model: Llama, error: type[ValueError] = ValueError) -> None:
+    """Raise an error if an optimizer cannot update the weights of a model, or parts of them."""
     groups = getattr(optimizer, "param_groups", ())  # a user's own optimizer may have none
-    if not all(x in known for group in groups for x in group["params"]):
+    weights = {x for group in groups for x in group["params"]}
+    if not weights <= {*model.parameters()}:
         raise error(f"the optimizer has parameters that the model lacks. {_REMEDY}")
+    if isinstance(optimizer, _COUPLING) and any(placement_of(x).shape != x.shape for x in weights):
+        raise error(
+            f"the optimizer {type(optimizer).__name__} computes updates from whole weights, and "
+            f"the {model.grid.tensor.size} tensor ranks hold parts of them. Pass one that updates "
+            "each element independently of the others, such as AdamW or SGD, or leave out tp."
+        )
 
 
 def settings_of(optimizer: Any) -> str:

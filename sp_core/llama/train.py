@@ -32,7 +32,7 @@ from sp_core.llama.grid import Grid
 from sp_core.llama.model import Llama, check_model
 from sp_core.llama.record import (
     Scheduler,
-    check_parameters,
+    check_optimizer,
     check_record,
     digests,
     is_cut,
@@ -88,7 +88,8 @@ def train_step(
     Args:
         model: a model on any mesh without the axis "pp".
         optimizer: an optimizer of `model.parameters()` that updates each element independently of
-            the others, as AdamW and SGD do, because a rank holds only parts of the weights.
+            the others, as AdamW and SGD do, because tensor ranks hold only parts of the weights.
+            With whole weights (without "tp") any other whose `step()` needs no closure.
         sequences, layout, own, window, recompute, offload, chunk: as in `backward`.
         max_norm: the norm of all gradients together is clipped to this; infinity for no clipping.
 
@@ -101,7 +102,10 @@ def train_step(
     Raises:
         ShapeError, ValueError, TypeError, CollectiveMismatch: as `backward` and
             `clip_gradient_norm`.
-        ValueError: the optimizer has parameters that the model lacks.
+        TypeError: the optimizer is a scheduler, or an `LBFGS`, which needs a closure.
+        ValueError: the optimizer has parameters that the model lacks, or it is an `Adafactor` or a
+            `Muon` of weights that are split over tensor ranks. Of other classes than torch's it is
+            not known whether they update each element independently.
         CollectiveMismatch: the optimizers differ in class or settings.
 
     Every error is raised on every rank, but that of a wrong `model` on this rank. None changes the
@@ -109,13 +113,13 @@ def train_step(
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     max_norm = arguments.plain(max_norm)
-
-    def call() -> str:
-        return (
+    dealt = _agree(
+        lambda: (
             f"train_step({max_norm=}, {model.dtype}, {learning(model)}, {settings_of(optimizer)})"
-        )
-
-    dealt = _agree(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
+        ),
+        *(model, sequences, layout, own, window, saving),
+        optimizer=optimizer,
+    )
     loss = _backward(model, saving, *dealt)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
@@ -135,7 +139,7 @@ def backward(
 ) -> float:
     """Set the gradient of each weight, on every rank, to that of the mean loss over all tokens.
 
-    Every rank calls this. Gradients from before are discarded.
+    Every rank calls this. Gradients from before are discarded. Use an optimizer as in `train_step`.
 
     Args:
         model: a model on any mesh without the axis "pp".
@@ -173,11 +177,10 @@ def backward(
     All are raised on every rank, but that of a wrong `model` on this rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
-
-    def call() -> str:
-        return f"backward({model.dtype}, {learning(model)})"
-
-    dealt = _agree(call, model, sequences, layout, own, window, saving)
+    dealt = _agree(
+        lambda: f"backward({model.dtype}, {learning(model)})",
+        *(model, sequences, layout, own, window, saving),
+    )
     return _backward(model, saving, *dealt)
 
 
@@ -215,7 +218,7 @@ def _agree(
         grid.check_one_stage()
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
         if others:
-            check_parameters(others["optimizer"], {*model.parameters()})
+            check_optimizer(others["optimizer"], model)
         check_sequences(sequences, model.config)
         saving.check()
         _check_weights(model)
@@ -301,9 +304,9 @@ def save_training(
     Args:
         model: a model on any mesh without the axis "pp".
         folder: a path that does not exist yet, or an empty folder; another one for each checkpoint.
-        optimizer: an optimizer of the model's parameters. Its state may have numbers, lists,
-            tensors of no dims, and floating-point tensors of the shape of the parameter. Dtypes
-            are kept.
+        optimizer: an optimizer of the model's parameters, as in `train_step`. Its state may have
+            numbers, lists, tensors of no dims, and floating-point tensors of the shape of the
+            parameter. Dtypes are kept.
         step: how many steps were done; `load_training` returns this number.
         scheduler: the scheduler of the learning rate, if there is one.
         generator: the `torch.Generator` that shuffles the data, if there is one, in the same state
@@ -317,8 +320,8 @@ def save_training(
         tensors.
 
     Raises:
-        CheckpointError: as `save`; or the optimizer has parameters of another model, or a state
-            that cannot be written as tensors and JSON.
+        CheckpointError: as `save`; or the optimizer has parameters of another model, needs whole
+            weights, or has a state that cannot be written as tensors and JSON.
         ValueError: a step below 0.
         CollectiveMismatch: ranks with different optimizers or random states.
 

@@ -143,7 +143,9 @@ def _computed(
     Returns:
         The hidden state of each sequence's last token, if this rank has that token.
     """
-    tokens, mask = packed([_filled(sequences, plan, number) for number in numbers])
+    # the causal mask hides from a sequence's tokens those that fill it up to its length in the plan
+    filled = [[*islice(cycle(sequences[one]), plan.tokens(one))] for one in numbers]
+    tokens, mask = packed(filled)
     comm = model.grid.sequence
     rank, size = (0, 1) if alone else (comm.rank, comm.size)
     sharding = Sharding.zigzag(tokens.shape[1], size)
@@ -180,14 +182,6 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
             break
         yield waiting[place]
     counter.free()
-
-
-def _filled(sequences: Tokens, plan: Plan, number: int) -> list[int]:
-    """Return the tokens of sequence `number`, repeated up to its length in the plan.
-
-    A causal mask hides this padding from the sequence's tokens.
-    """
-    return list(islice(cycle(sequences[number]), plan.tokens(number)))
 
 
 def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> None:

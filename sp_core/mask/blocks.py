@@ -15,13 +15,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_core.mask.definition import FAR64, Mask, Positions, document_of, position_tensor
+from sp_core.mask.definition import FAR64, Mask, Positions, document_of, limits, position_tensor
 from sp_core.mask.runs import Piece, cut, runs
 from sp_core.segments import concatenated
 
 Kind = Literal["full", "causal", "partial"]
 
-FAR = 1 << 100  # stands for no limit: greater than any difference of positions times any step
 CHUNK = 128  # blocks of at most this many queries and keys: visible pairs are counted one by one
 # limits of a window tile's queries: few need many calls, many compute many hidden pairs
 TILE = (48, 256)
@@ -165,15 +164,6 @@ def _halves(length: int) -> tuple[slice, slice]:
     """Return slices of both halves of `length`; if it is at most CHUNK, of all and of nothing."""
     middle = length // 2 if length > CHUNK else length
     return slice(0, middle), slice(middle, length)
-
-
-def limits(mask: Mask, far: int = FAR) -> tuple[int, int]:
-    """Return the least and greatest (query position - key position) that causal and window allow.
-
-    -far and far stand for no limit.
-    """
-    least, greatest = mask.difference_range()
-    return -far if least is None else least, far if greatest is None else greatest
 
 
 def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.arguments import check
+from sp_core.arguments import check, plain
 from sp_core.errors import ShapeError
 
+FAR = 1 << 100  # stands for no limit: greater than any difference of positions times any step
 FAR64 = 1 << 62
 """Positions are below this number. In int64 it also stands for no limit on their difference: the
 sum of it and a position does not overflow."""
@@ -61,8 +62,13 @@ class Mask:
 
     def __post_init__(self) -> None:
         """Check the arguments, and convert them to hashable ints: plans are cached by mask."""
-        check(causal=self.causal)
-        object.__setattr__(self, "window", _window(self.window))
+        check(causal=self.causal, window=self.window)
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"window is {self.window}, needed at least 1, because a query counts itself; use "
+                "None for no window"
+            )
+        object.__setattr__(self, "window", plain(self.window))
         object.__setattr__(self, "documents", _boundaries("documents", self.documents))
         object.__setattr__(self, "kv_documents", _boundaries("kv_documents", self.kv_documents))
         count, kv_count = (x and len(x) - 1 for x in (self.documents, self.key_documents))
@@ -104,13 +110,9 @@ class Mask:
         """
         q = position_tensor(q_positions)
         k = position_tensor(kv_positions).to(q.device)
-        least, greatest = self.difference_range()
+        least, greatest = limits(self, (1 << 63) - 1)  # no difference in int64 exceeds this
         difference = q[:, None] - k[None, :]
-        visible = torch.ones_like(difference, dtype=torch.bool)
-        if least is not None:
-            visible &= difference >= least
-        if greatest is not None:
-            visible &= difference <= greatest
+        visible = (difference >= least) & (difference <= greatest)
         if self.documents is not None:
             of_k = document_of(k, self.kv_documents or self.documents)
             visible &= document_of(q, self.documents)[:, None] == of_k[None, :]
@@ -143,6 +145,15 @@ class Mask:
                 )
 
 
+def limits(mask: Mask, far: int = FAR) -> tuple[int, int]:
+    """Return the least and greatest (query position - key position) that causal and window allow.
+
+    -far and far stand for no limit.
+    """
+    least, greatest = mask.difference_range()
+    return -far if least is None else least, far if greatest is None else greatest
+
+
 def position_tensor(positions: Positions, device: torch.device | str | None = None) -> Tensor:
     """Convert positions (range, sequence of ints, or 1-D integer tensor) to an int64 tensor (S,).
 
@@ -168,7 +179,9 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
         tensor = positions.to(device=device, dtype=torch.int64)
     else:
         items = [*positions] if isinstance(positions, Iterable) else positions
-        if items is positions or not all(map(_is_position, items)):
+        if items is positions or not all(
+            _is_whole(item) and abs(index(item)) < FAR64 for item in items
+        ):
             raise TypeError(
                 f"positions are {items!s:.80}, needed integers below 2**62; pass global token "
                 f"positions"
@@ -187,11 +200,6 @@ def _is_whole(value: Any) -> bool:
     with suppress(TypeError):  # arrays have the method of integers, too
         return index(value) == value and not isinstance(value, bool)
     return False
-
-
-def _is_position(value: Any) -> bool:
-    """Return whether a value is an integer between -FAR64 and FAR64, and no bool."""
-    return _is_whole(value) and abs(index(value)) < FAR64
 
 
 def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
@@ -224,17 +232,6 @@ def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
             f"0..{boundaries[-1] - 1}; "
             "let the last boundary be the sequence length (give padding a document of its own)"
         )
-
-
-def _window(window: int | None) -> int | None:
-    """Return a window as an int or None. Refuse other types, and values below 1."""
-    check(window=window)
-    if window is not None and window < 1:
-        raise ValueError(
-            f"window is {window}, needed at least 1, because a query counts itself; use None for "
-            f"no window"
-        )
-    return window and int(window)
 
 
 def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:

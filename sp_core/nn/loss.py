@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -27,6 +28,7 @@ from sp_core.attention import accumulation_dtype
 from sp_core.collectives.api import all_reduce, shift
 from sp_core.collectives.differentiable import reduce_from_group
 from sp_core.communicator import Communicator
+from sp_core.compiling import EagerFunction
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
 from sp_core.nn.memory import tiled
@@ -147,7 +149,9 @@ def next_token_loss(
             labels in all of them on all ranks: their losses then add up to the mean.
         head: (V/T, E), the weight that makes this rank's logits x @ head.T; None for logits.
         chunk: with `head`, the number of tokens whose logits exist at a time, at least 1; None for
-            all. Backward computes the logits of each chunk again if there are several.
+            all. Backward computes the logits of each chunk again if there are several. It adds the
+            chunks' gradients of `head` in float32 or wider: for a half type, this needs two tensors
+            (V/T, E) in float32 for a time.
 
     Returns:
         The mean on every rank: a scalar, float64 for float64 inputs, else float32.
@@ -190,7 +194,7 @@ def next_token_loss(
             data, lambda: f"{call()} on {data.name}", lambda: _check_labels(labels, sum(sizes))
         )
     size = max(labels.numel(), 1) if head is None or chunk is None else int(chunk)
-    compute = partial(_cross_entropy, head=head, tensor=tensor, sizes=sizes)
+    compute = partial(_cross_entropy, head=head, wide=_wide(head), tensor=tensor, sizes=sizes)
     with tensor.agreed(), data.agreed():
         losses_of = partial(tiled, compute, dim=0, reads=() if head is None else (head,))
         return _mean(x, labels, losses_of, data=data, count=count, size=size)
@@ -220,15 +224,49 @@ def _mean(
     return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
 
 
+class _AsFrom(EagerFunction):
+    """Return `value` as if it had been computed from `source`, which gets the result's gradient.
+
+    Autograd casts the gradients of all results to the dtype of `source` before it adds them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+_as_from: Callable[[Tensor, Tensor], Tensor] = _AsFrom.apply
+
+
+def _wide(head: Tensor | None) -> Tensor | None:
+    """Return a tensor in float32 or wider that collects the gradients of `head`.
+
+    It has the shape of `head`, and one element of memory. Its own elements are not used.
+    """
+    if head is None:
+        return None
+    return _as_from(head, head.new_zeros((), dtype=accumulation_dtype(head.dtype)).expand_as(head))
+
+
 def _cross_entropy(
-    x: Tensor, labels: Tensor, head: Tensor | None, tensor: Communicator, sizes: Sequence[int]
+    x: Tensor,
+    labels: Tensor,
+    head: Tensor | None,
+    wide: Tensor | None,
+    tensor: Communicator,
+    sizes: Sequence[int],
 ) -> Tensor:
     """Return log sum exp(logits) - logit of the label for each token, over a split vocabulary.
 
-    The ranks of `tensor` call two all-reduces; `sizes` has the V/T of each rank. Other arguments
-    are as in `next_token_loss`. The result is shaped like labels, and undefined for `IGNORED`.
+    The ranks of `tensor` call two all-reduces; `sizes` has the V/T of each rank, and `wide` gets
+    the gradient of `head`. Other arguments are as in `next_token_loss`. The result is shaped like
+    labels, and undefined for `IGNORED`.
     """
-    logits = x if head is None else F.linear(x, head)
+    logits = x if head is None or wide is None else F.linear(x, _as_from(wide, head.detach()))
     logits = logits.to(accumulation_dtype(logits.dtype))
     greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
     shifted = logits - greatest.unsqueeze(-1)

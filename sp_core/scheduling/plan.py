@@ -39,10 +39,9 @@ class Work:
     per_pair: int
 
     def __post_init__(self) -> None:
-        check("p", per_token=self.per_token, per_pair=self.per_pair)
-        numbers = plain(self.per_token), plain(self.per_pair)
-        for name, number in zip(("per_token", "per_pair"), numbers, strict=True):
-            object.__setattr__(self, name, number)
+        check("p", **vars(self))
+        vars(self).update({name: plain(value) for name, value in vars(self).items()})
+        numbers = self.per_token, self.per_pair
         if not (_are_finite(numbers) and any(numbers)):
             raise ShapeError(
                 f"per_token={self.per_token} and per_pair={self.per_pair} were given; pass "
@@ -93,8 +92,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check(**vars(self))
-        object.__setattr__(self, "lengths", plain(self.lengths))
-        object.__setattr__(self, "padded_to", plain(self.padded_to))
+        vars(self).update(lengths=plain(self.lengths), padded_to=plain(self.padded_to))
         placed = [
             *self.sharded,
             *self.waiting,

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from sp_core.mask import Mask
-from sp_core.mask.blocks import limits
-from sp_core.mask.definition import FAR64
+from sp_core.mask.definition import FAR64, limits
 from sp_core.segments import Segment
 from sp_core.sharding import Sharding
 
@@ -58,10 +57,9 @@ def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ..
         low, high, keys = _visible(keys, least, greatest, mask.key_documents, mask.documents)
         block = keys[:, 3]
     begin, end = queries.between(low, high)
-    begin, end, block = _widest(begin, end, block, len(queries.owner))
-    order = _Wavelet(queries.owner, sharding.size)
-    below = order.count_below(begin, end, block)  # owners that the block reaches after rank P-1
-    last = order.smallest(begin, end, np.where(below > 0, below, end - begin) - 1)
+    met = begin < end
+    begin, end, block = begin[met], end[met], block[met]
+    last = _last(queries.owner, begin, end, block, sharding.size)
     steps = np.zeros(sharding.size, np.int64)
     np.maximum.at(steps, block, (last - block) % sharding.size)
     return tuple(steps.tolist())
@@ -251,24 +249,6 @@ def _visible(
     return low[kept], high[kept], pieces[kept]
 
 
-def _widest(begin: Ints, end: Ints, block: Ints, places: int) -> tuple[Ints, Ints, Ints]:
-    """Drop empty ranges. Of the ranges with the same block and beginning, keep the longest.
-
-    Args:
-        begin, end: ranges begin..end - 1.
-        block: for each range the rank that owns the keys which the range sees.
-        places: more than any `begin`.
-
-    Returns:
-        begin, end and block of the ranges that are kept.
-    """
-    met = begin < end
-    key, end = (block * places + begin)[met], end[met]
-    order = key.argsort(kind="stable")
-    key, starts = np.unique(key[order], return_index=True)
-    return key % places, np.maximum.reduceat(end[order], starts), key // places
-
-
 class _Owners:
     """Store which rank owns which positions, as runs of consecutive positions in ascending order.
 
@@ -346,43 +326,39 @@ class _Owners:
         return first, last + 1
 
 
-class _Wavelet:
-    """Count the numbers below a limit, and find the k-th smallest, in ranges of a list.
+def _last(owner: Ints, begin: Ints, end: Ints, block: Ints, size: int) -> Ints:
+    """Return the last owner around the ring in each range of runs, as seen from rank block[i].
 
-    The wavelet matrix has a level for each bit of the numbers, the highest bit first. From level to
-    level the numbers are stably partitioned by the bit of the level, 0 before 1.
+    That is the greatest owner below block[i], which its keys reach after rank P-1; if there is
+    none, the greatest owner. The wavelet matrix has a level for each bit of the owners, the highest
+    bit first. From level to level the owners are stably partitioned by the bit of the level, 0
+    before 1.
 
     Args:
-        values: the numbers, from 0 to limit - 1.
-        limit: the greatest limit that will be asked for.
+        owner: for each run its rank, below `size`.
+        begin, end: ranges of runs, owner[begin[i]:end[i]]; none is empty.
+        block: for each range a rank.
+        size: the number of ranks.
     """
-
-    def __init__(self, values: Ints, limit: int) -> None:
-        self._levels: list[tuple[int, Ints]] = []
-        for shift in reversed(range(limit.bit_length())):
-            low = (values >> shift) & 1 == 0
-            self._levels.append((shift, np.concatenate([[0], low.cumsum()])))
-            values = np.concatenate([values[low], values[~low]])
-
-    def count_below(self, begin: Ints, end: Ints, limit: Ints) -> Ints:
-        """Return, for each i, how many stored values[begin[i]:end[i]] are below limit[i]."""
-        count = np.zeros_like(begin)
-        for shift, zeros in self._levels:
-            high = (limit >> shift) & 1 == 1
-            count += np.where(high, zeros[end] - zeros[begin], 0)
-            begin, end = _descend(zeros, begin, high), _descend(zeros, end, high)
-        return count
-
-    def smallest(self, begin: Ints, end: Ints, k: Ints) -> Ints:
-        """Return the k[i]-th smallest of stored values[begin[i]:end[i]]; k = 0 for the smallest."""
-        value = np.zeros_like(begin)
-        for shift, zeros in self._levels:
-            low = zeros[end] - zeros[begin]
-            high = k >= low
-            k = np.where(high, k - low, k)
-            value |= high.astype(np.int64) << shift
-            begin, end = _descend(zeros, begin, high), _descend(zeros, end, high)
-        return value
+    levels: list[tuple[int, Ints]] = []
+    for shift in reversed(range(size.bit_length())):
+        low = (owner >> shift) & 1 == 0
+        levels.append((shift, np.concatenate([[0], low.cumsum()])))
+        owner = np.concatenate([owner[low], owner[~low]])
+    below, left, right = np.zeros_like(begin), begin, end  # count the owners below block[i]
+    for shift, zeros in levels:
+        high = (block >> shift) & 1 == 1
+        below += np.where(high, zeros[right] - zeros[left], 0)
+        left, right = _descend(zeros, left, high), _descend(zeros, right, high)
+    # find the k-th smallest owner
+    k, found = np.where(below > 0, below, end - begin) - 1, np.zeros_like(begin)
+    for shift, zeros in levels:
+        count = zeros[end] - zeros[begin]
+        high = k >= count
+        k = np.where(high, k - count, k)
+        found |= high.astype(np.int64) << shift
+        begin, end = _descend(zeros, begin, high), _descend(zeros, end, high)
+    return found
 
 
 def _descend(zeros: Ints, place: Ints, high: npt.NDArray[np.bool_]) -> Ints:

@@ -35,6 +35,7 @@ from sp_core.schemes.problem import (
     Visit,
     agree,
     block_gradients,
+    joined,
     run,
 )
 from sp_core.segments import positions_of
@@ -167,47 +168,26 @@ def _gradients(
     Arguments and results are those of `Scheme.gradients`. Without `with_kv` no dk and dv are sent.
     """
     _, q, *_ = upstream
-    dq: Tensor | None = None
     like = k[:, :0].to(accumulation_dtype(q.dtype))
+    dq = torch.zeros_like(q, dtype=like.dtype)
     summing = in_place.SharedSums if in_place.is_read(problem.comm, "shift") else TravellingSums
     sums = summing(problem, like)
     for step, positions, visited, held in _visits(k, v, problem, groups):
-        own, keys = None, slice(None)
-        if step and dq is None:
-            dq = torch.zeros_like(q, dtype=like.dtype)
+        own, keys, parts = None, slice(None), list[list[Tensor]]()
         if held is not None:
             part = i, keys = problem.part(positions) if step else (slice(None), keys)
-            both: list[Tensor | None] = [None, None]
             for h, kv in visited:
                 mine, *found = block_gradients(upstream, held, positions, (h, kv), problem, part)
-                if step == 0:
-                    dq = _with_heads(dq, h, mine, q.shape[1])
-                elif dq is not None:
-                    dq[:, h, i] += mine
-                both = [_with_heads(x, kv, y, k.shape[2]) for x, y in zip(both, found, strict=True)]
+                dq[:, h, i] += mine
+                parts.append([x.transpose(1, 2) for x in found])
                 problem.comm.poll()
-            dk, dv = (x.transpose(1, 2).contiguous() for x in both if x is not None)
+            dk, dv = (joined(x, 2).contiguous() for x in zip(*parts, strict=True))
             own = dk, dv
-            del mine, found, both, dk, dv
+            del mine, found, parts, dk, dv
         if with_kv:
             sums.add(step, own, keys)
         del held, own
-    dq = torch.zeros_like(q, dtype=like.dtype) if dq is None else dq
     return dq, *(sums.arrived() if with_kv else (k, v))
-
-
-def _with_heads(whole: Tensor | None, heads: slice, part: Tensor, count: int) -> Tensor:
-    """Write `part` (B, some heads, S, D) over these heads of `whole` (B, count, S, D); return it.
-
-    If `whole` is None, make it. A part with all heads is returned uncopied.
-    """
-    batch, some, tokens, head_dim = part.shape
-    if some == count:
-        return part
-    if whole is None:
-        whole = part.new_empty((batch, tokens, count, head_dim)).transpose(1, 2)
-    whole[:, heads] = part
-    return whole
 
 
 class Travel:

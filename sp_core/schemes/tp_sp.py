@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
 
@@ -266,11 +266,8 @@ def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: C
 
     A matrix is converted to the dtype of its tokens. Under autocast these dtypes may differ.
     """
-    (y, matrix), *others = products
-    total = tokens.take(y, chunk) @ matrix.to(y.dtype)
-    for y, matrix in others:
-        total += tokens.take(y, chunk) @ matrix.to(y.dtype)
-    return total
+    each = (tokens.take(y, chunk) @ matrix.to(y.dtype) for y, matrix in products)
+    return reduce(Tensor.add_, each)
 
 
 def _zeros(weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sp_core.errors import CollectiveMismatch, RankError
-from sp_core.observer import Observer, observer_of
+from sp_core.observer import Observer
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.signatures import Flow, bind, exchange, flow, op_name, op_of
 from sp_core.testing.specs import require
@@ -338,6 +338,3 @@ class LockstepComm(Observer, ABC):
 def forwarded(method: str, name: str) -> Callable[..., Any]:
     """Return a method that passes its arguments on to `self.<method>(name, args, given)`."""
     return lambda self, *args, **given: getattr(self, method)(name, args, given)
-
-
-observer_of.register(LockstepComm, lambda comm: comm)

@@ -198,8 +198,7 @@ def leave(outcomes: Sequence[Outcome]) -> None:
     exits = [outcome for outcome in skips if outcome.type == "Exit"]
     if exits or len(skips) == len(outcomes):
         first = (exits or skips)[0]
-        ways: dict[str, Callable[[str], NoReturn]]
-        ways = {"XFailed": pytest.xfail, "Exit": pytest.exit}
+        ways: dict[str, Callable[..., NoReturn]] = {"XFailed": pytest.xfail, "Exit": pytest.exit}
         ways.get(first.type, pytest.skip)(first.message)
 
 

@@ -36,16 +36,18 @@ from sp_core.testing.specs import Array, Part, read, require
 from sp_core.testing.stuck import Family
 
 
-def _missing(owner: object, name: str) -> AttributeError:
-    """Return the error for a name that a communicator or a request of threads lacks."""
-    return AttributeError(
-        f"{type(owner).__name__} has no {name!r}. Ranks that are threads have collectives of "
-        "buffers and messages with a named source; docs/tutorials/testing.md lists them. Run "
-        "this test under mpiexec, where every call of mpi4py is there."
-    )
+class _OfThreads:
+    """Say of a name that communicators and requests of threads lack where it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r}. Ranks that are threads have collectives of "
+            "buffers and messages with a named source; docs/tutorials/testing.md lists them. Run "
+            "this test under mpiexec, where every call of mpi4py is there."
+        )
 
 
-class ThreadRequest:
+class ThreadRequest(_OfThreads):
     """The request of a transfer between threads, which completes only in `Test` or `Wait`.
 
     Args:
@@ -53,9 +55,6 @@ class ThreadRequest:
         what: describes the wait, for error messages.
         advance: completes the transfer if possible, and returns whether it is complete.
     """
-
-    def __getattr__(self, name: str) -> Any:
-        raise _missing(self, name)
 
     def __init__(self, comm: ThreadComm, what: str, advance: Callable[[], bool]) -> None:
         self._comm, self.what, self._advance = comm, what, advance
@@ -101,16 +100,7 @@ class ThreadRequest:
 ANY_TAG = -1  # as in mpi4py
 
 
-def _is_nobody(peer: int | None) -> bool:
-    """Return whether `peer` is `MPI.PROC_NULL`, without importing mpi4py.
-
-    A caller that has `MPI.PROC_NULL` has imported mpi4py.
-    """
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and peer == mpi.PROC_NULL
-
-
-class ThreadComm(LockstepComm):
+class ThreadComm(_OfThreads, LockstepComm):
     """A communicator whose ranks are threads of this process. `run_threads` makes it.
 
     It has mpi4py's collectives on buffers and on objects. It also has messages, but none from any
@@ -123,9 +113,6 @@ class ThreadComm(LockstepComm):
     """
 
     _pickle = pickle
-
-    def __getattr__(self, name: str) -> Any:
-        raise _missing(self, name)
 
     def __init__(self, carrier: ThreadCarrier, family: Family) -> None:
         self._carrier, self._world = carrier, carrier.world
@@ -222,10 +209,9 @@ class ThreadComm(LockstepComm):
         The buffer is read only when the receiver has posted its receive, as MPI may do with a long
         message.
         """
-        tag = self._tag("Isend", tag, 0)
-        if _is_nobody(dest):
+        tag, part = self._end("Isend", buf, dest, tag, 0)
+        if part is None:
             return ThreadRequest(self, "a message to or from nobody", lambda: True)
-        part = self._part("Isend", buf, dest)
         self.lockstep.sent.append(Message(self.rank, dest, tag, part.nbytes, part.kind))
         what = f"rank {dest} to receive a message with tag {tag}"
         return self._begin(what, tag, Flow(gives=((dest, part),)), lambda came: None)
@@ -238,17 +224,17 @@ class ThreadComm(LockstepComm):
         The buffer is filled with 0xFF bytes until the message is there. `Test` and `Wait` raise
         `CollectiveMismatch` for a message of a different length.
         """
-        tag = self._tag("Irecv", tag, ANY_TAG)
-        if _is_nobody(source):
+        tag, part = self._end("Irecv", buf, source, tag, ANY_TAG)
+        if part is None:
             return ThreadRequest(self, "a message to or from nobody", lambda: True)
-        part = self._part("Irecv", buf, source)
+        nbytes = part.nbytes
         wanted, flow = "any tag" if tag == ANY_TAG else f"tag {tag}", Flow(takes=((source, part),))
         what = f"a message from rank {source} with {wanted}"
 
         def arrived(came: dict[int, Array]) -> None:
-            if came[source].nbytes != part.nbytes:
+            if came[source].nbytes != nbytes:
                 raise CollectiveMismatch(
-                    f"{what} has {came[source].nbytes} bytes, its buffer {part.nbytes}: "
+                    f"{what} has {came[source].nbytes} bytes, its buffer {nbytes}: "
                     "the ranks' sizes differ, or messages of one tag came in another order"
                 )
             deliver("Irecv", self.rank, flow, came)
@@ -279,24 +265,30 @@ class ThreadComm(LockstepComm):
         for request in self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag):
             request.Wait()
 
-    def _tag(self, op: str, tag: int, least: int) -> int:
-        """Return a tag as a number. Raise ValueError if it is below `least`."""
+    def _end(
+        self, op: str, buf: Any, peer: int | None, tag: int, least: int
+    ) -> tuple[int, Part | None]:
+        """Return a message's tag as a number, and its memory: None if `peer` is MPI.PROC_NULL.
+
+        Raise ValueError if the tag is below `least`, or `peer` is no rank of this communicator.
+
+        Args:
+            op: "Isend" or "Irecv".
+            buf: the buffer specification of the message.
+            peer, tag, least: the rank of the other side; the tag, and the least that may be given.
+        """
         with self._named(op):
             require(int(tag) >= least, f"no message has the tag {tag}. Pass 0 or more.")
-        return int(tag)
-
-    def _part(self, op: str, buf: Any, peer: int) -> Part:
-        """Return the memory of a message, given its buffer specification.
-
-        Raise ValueError if `peer` is no rank of this communicator. `op`: "Isend" or "Irecv".
-        """
+        # a caller that has MPI.PROC_NULL has imported mpi4py
+        if peer == getattr(sys.modules.get("mpi4py.MPI"), "PROC_NULL", ""):
+            return int(tag), None
         require(
             peer is not None and 0 <= peer < self.size,
             f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator. Name one "
             "rank; a receive from any source needs mpiexec.",
         )
         (part,) = read(buf, "", self.size, writable=op == "Irecv").parts
-        return part
+        return int(tag), part
 
     def Dup(self) -> ThreadComm:
         """Return a communicator of the same ranks, whose messages are separate from this one's.

@@ -217,29 +217,6 @@ class Ordered:
         return True
 
 
-class Resumed:
-    """Test a transfer in torch's inference mode, in which its tensors were made; a `Handle`.
-
-    torch refuses to write such tensors elsewhere, and a poll may come from anywhere.
-
-    Args:
-        transfer: the handle of the transfer.
-    """
-
-    def __init__(self, transfer: Handle) -> None:
-        self._transfer = transfer
-
-    def test(self) -> bool:
-        """Return what the test of the transfer returns."""
-        with torch.inference_mode():
-            return self._transfer.test()
-
-
-def resumed(transfer: Handle) -> Handle:
-    """Return the handle of a transfer as a `Resumed` in inference mode, else as it is."""
-    return Resumed(transfer) if torch.is_inference_mode_enabled() else transfer
-
-
 def ordered(transfer: Handle, device: torch.device) -> Handle:
     """Return the handle of a transfer as an `Ordered`, or as it is if its tensors are on a CPU."""
     return transfer if device.type == "cpu" else Ordered(transfer, device)

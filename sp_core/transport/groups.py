@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -26,13 +27,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from sp_core.errors import LEFT, PeerFailed, RankError, short_text
 from sp_core.launch.deaths import stat
-from sp_core.observer import Observer, observer_of
+from sp_core.observer import Observer
 from sp_core.transport.base import Intracomm, Transfer, wait
 from sp_core.transport.distributed import DistributedTransport, is_complete
 from sp_core.transport.host import Array, HostTransport
 from sp_core.transport.shared import this_machine
 
-CPU = torch.device("cpu")
 WATCH_SECONDS = 0.1
 """Shortest time between two looks for ranks that have left or died."""
 
@@ -59,8 +59,7 @@ class GroupComm(Observer):
     def __init__(self, store: Any, name: str, rank: int, size: int, limit: timedelta) -> None:
         self._store, self._name, self._limit = store, name, limit
         self.rank, self.size, self._children = rank, size, itertools.count()
-        self._next_look = 0.0
-        store.set(f"{name}/{rank}", pickle.dumps((this_machine(), os.getpid())))
+        self._next_look, self._asks, self._near = 0.0, True, dict[int, int]()
         try:
             self.group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, size, limit)
         except RuntimeError as error:
@@ -68,13 +67,31 @@ class GroupComm(Observer):
                 f"rank {rank} of {size} cannot connect to the others over gloo: "
                 f"{short_text(error)} See what the other ranks say."
             ) from error
+        told = self.allgather((this_machine(), os.getpid()))
+        self._near = {  # the process of each other rank on this machine
+            other: pid
+            for other, (machine, pid) in enumerate(told)
+            if other != rank and machine == this_machine()
+        }
 
-    def Iallgather(self, send: Array, recv: Array) -> Request:
+    def Iallgather(
+        self, send: Array, recv: Array, after: Callable[[], object] | None = None
+    ) -> Request:
         """Begin to gather flat arrays of one length from all ranks, as mpi4py's `Iallgather`.
 
         Each rank receives from every other rank directly. So if a rank dies, all others notice.
+
+        Args:
+            send: flat array of the same length on all ranks.
+            recv: flat array of `size` times that length.
+            after: called once the exchange is complete.
         """
-        return self._exchange(send, recv)
+        packed = torch.from_numpy(np.tile(send.view(np.uint8), self.size))
+        into = torch.from_numpy(recv.view(np.uint8))
+        work = self.group.alltoall_base(into, packed, [], [])
+        return Request(
+            [partial(is_complete, work, "an exchange", self.watch)], (into, packed), after
+        )
 
     def Iallreduce(self, send: Array, recv: Array) -> Request:
         """Begin to sum flat arrays over the ranks, as mpi4py's `Iallreduce`.
@@ -82,7 +99,7 @@ class GroupComm(Observer):
         Each rank receives all arrays directly from their ranks, as in `Iallgather`, and adds them.
         """
         rows = np.empty((self.size, send.size), send.dtype)
-        return self._exchange(send, rows.reshape(-1), partial(np.sum, rows, 0, out=recv))
+        return self.Iallgather(send, rows.reshape(-1), partial(np.sum, rows, 0, out=recv))
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """Return the list of all ranks' picklable objects, as mpi4py's `allgather`."""
@@ -153,7 +170,8 @@ class GroupComm(Observer):
         """Look for a rank that has left after an error or has died.
 
         This rank asks the store and looks at the processes of its machine, at most once in 0.1 s.
-        Other calls return at once.
+        Other calls return at once. A store that has ended, as it does with the process of torch's
+        rank 0, is not asked again.
 
         Args:
             what: describes the transfer that this rank waits for, in the error.
@@ -164,29 +182,26 @@ class GroupComm(Observer):
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + WATCH_SECONDS
-        if self._store.check([f"{self._name}/left"]):
-            rank = self._store.get(f"{self._name}/left").decode()
-            raise PeerFailed(f"{what} cannot end: {LEFT.format(rank)}")
+        left, key = b"", f"{self._name}/left"
+        try:
+            if self._asks and self._store.check([key]):
+                left = self._store.get(key)
+        except RuntimeError:  # the store has ended
+            self._asks = False
+        if left:
+            raise PeerFailed(f"{what} cannot end: {LEFT.format(left.decode())}")
         dead = [rank for rank, pid in self._near.items() if stat(pid)[:1] in ([], ["Z"], ["X"])]
         if dead:
             raise PeerFailed(f"{what} cannot end: rank {dead[0]} has died; read what it printed.")
 
-    @cached_property
-    def _near(self) -> dict[int, int]:
-        """Map each other rank on this machine to its process id, read from torch's store."""
-        told = {
-            rank: pickle.loads(self._store.get(f"{self._name}/{rank}"))
-            for rank in range(self.size)
-            if rank != self.rank
-        }
-        return {rank: pid for rank, (place, pid) in told.items() if place == this_machine()}
-
-    def make_counter(self) -> StoreCounter:
+    def make_counter(self) -> Any:
         """Return a counter in the store, whose `take` gives each number to one rank only.
 
-        Every rank calls this.
+        Every rank calls this. While a rank calls `take`, other ranks need not call anything.
         """
-        return StoreCounter(self._store, f"{self._name}.{next(self._children)}")
+        name = f"{self._name}.{next(self._children)}"
+        # `free` does nothing, because other ranks may still call `take`
+        return SimpleNamespace(take=lambda: int(self._store.add(name, 1)) - 1, free=lambda: None)
 
     def make_transport(self, name: str, poll: Callable[[], None]) -> DistributedTransport:
         """Return a transport of host tensors that sends collectives and messages by gloo.
@@ -196,39 +211,13 @@ class GroupComm(Observer):
             poll: called without arguments, again and again while a rank waits.
         """
         comm = cast("Intracomm", self)
-        return DistributedTransport(comm, self.group, HostTransport(comm), CPU, poll, name)
+        return DistributedTransport(
+            comm, self.group, HostTransport(comm), torch.device("cpu"), poll, name
+        )
 
     def _made(self, name: str, rank: int, size: int) -> GroupComm:
         """Return a new communicator, whose name in the store begins with this one's name."""
         return GroupComm(self._store, f"{self._name}.{name}", rank, size, self._limit)
-
-    def _exchange(
-        self, send: Array, recv: Array, after: Callable[[], object] | None = None
-    ) -> Request:
-        """Begin to send the array `send` to every rank, and gather all ranks' arrays in `recv`.
-
-        Args:
-            send: flat array of the same length on all ranks.
-            recv: flat array of `size` times that length.
-            after: called once the exchange is complete.
-        """
-        packed = torch.from_numpy(np.tile(send.view(np.uint8), self.size))
-        into = torch.from_numpy(recv.view(np.uint8))
-        work = self.group.alltoall_base(into, packed, [], [])
-        return self._request(work, "an exchange", (into, packed), after)
-
-    def _request(
-        self, work: Any, what: str, keep: object, after: Callable[[], object] | None = None
-    ) -> Request:
-        """Return the request of a transfer that gloo has begun.
-
-        Args:
-            work: torch's handle of the transfer.
-            what: describes the transfer in errors.
-            keep: buffers to keep alive until the end.
-            after: called once the transfer is complete.
-        """
-        return Request([partial(is_complete, work, what, self.watch)], keep, after)
 
     def _message(
         self, post: Callable[..., Any], buf: Array, peer: int, tag: int, what: str
@@ -240,7 +229,8 @@ class GroupComm(Observer):
         if not buf.size:  # both sides know the length
             return Request([])
         flat = torch.from_numpy(buf.view(np.uint8))
-        return self._request(Waited(partial(post, [flat], peer, tag)), what, flat)
+        work = Waited(partial(post, [flat], peer, tag))
+        return Request([partial(is_complete, work, what, self.watch)], flat)
 
 
 class Request(Transfer):
@@ -280,30 +270,6 @@ class Waited:
             self._ended.set_exception(error)
 
 
-class StoreCounter:
-    """Hand out the numbers 0, 1, 2, ..., each to only one rank: the one that asks next.
-
-    The store of torch.distributed keeps the number and adds 1 to it.
-
-    Args:
-        store: a torch.distributed key-value store.
-        name: the key of the number in the store.
-    """
-
-    def __init__(self, store: Any, name: str) -> None:
-        self._store, self._name = store, name
-
-    def take(self) -> int:
-        """Return the next number, which no other rank gets. Other ranks need not call anything."""
-        return int(self._store.add(self._name, 1)) - 1
-
-    def free(self) -> None:
-        """Do nothing, because other ranks may still call `take`."""
-
-
-observer_of.register(GroupComm, lambda comm: comm)
-
-
 def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
     """Return a communicator of some ranks of the default process group.
 
@@ -336,7 +302,7 @@ def communicator_of(given: object) -> GroupComm | None:
     """Return a communicator of the ranks of a torch process group or DeviceMesh.
 
     Exactly these ranks call this. Return None if torch.distributed is not initialised, or if
-    `given` is neither of these nor None.
+    `given` is neither of these nor None, or a group that was destroyed.
 
     Args:
         given: a ProcessGroup; None for the default group; or a DeviceMesh, whose last dimension
@@ -352,10 +318,13 @@ def communicator_of(given: object) -> GroupComm | None:
 
     if not distributed.is_initialized():
         return None
-    if isinstance(given, DeviceMesh):
-        return over_ranks(given.mesh.flatten().tolist(), distributed.default_pg_timeout)
-    group = distributed.group.WORLD if given is None else given
+    ranks = given.mesh.flatten().tolist() if isinstance(given, DeviceMesh) else None
+    group = distributed.group.WORLD if given is None or ranks else given
     if not isinstance(group, distributed.ProcessGroup):
         return None
-    options = group._get_backend(group._device_types[0]).options
-    return over_ranks(distributed.get_process_group_ranks(group), options._timeout)
+    try:
+        ranks = ranks or distributed.get_process_group_ranks(group)
+    except KeyError:  # it was destroyed
+        return None
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return over_ranks(ranks, getattr(options, "_timeout", distributed.default_pg_timeout))

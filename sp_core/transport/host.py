@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sp_core.observer import observer_of
 from sp_core.schedules import Operation
-from sp_core.transport.base import Bound, Done, Handle, Intracomm, Messages, Transfer, Transport
+from sp_core.transport.base import Bound, Handle, Intracomm, Messages, Transfer, Transport, at_once
 
 MAX_COUNT = 2**30
 """Most elements per MPI call. Open MPI 5.0 has no large-count calls, so counts and displacements
@@ -91,8 +91,7 @@ class HostTransport(Transport):
         ranks.
         """
         if not self._fits(operation):
-            self._run_in_chunks(operation, send, recv)
-            return Done()
+            return at_once(partial(self._run_in_chunks, operation, send, recv))
         before, call, after = self._steps(operation, send, recv, blocking=False)
         in_turn(*before)
         return Transfer([call().Test], call, partial(in_turn, *after))
@@ -222,8 +221,7 @@ class OverHost(Transport):
 
     def blocking(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Run a collective between buffers in host memory to its end; return a complete handle."""
-        self._host.prepare(operation, send, recv)()
-        return Done()
+        return at_once(self._host.prepare(operation, send, recv))
 
     def on_host(self, tag: int, sends: Messages, recvs: Messages) -> Handle:
         """Begin messages between buffers in host memory and return their handle.

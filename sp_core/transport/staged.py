@@ -61,8 +61,7 @@ class StagedTransport(OverHost):
         The function copies `send` to the host, and the result into `recv`. It returns when `recv`
         is complete.
         """
-        on_host = partial(self.blocking, operation)
-        return lambda: self._collective(on_host, send, recv).test()
+        return lambda: self._collective(partial(self.blocking, operation), send, recv).test()
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Copy the input to the host, begin the collective there, and return its handle.

@@ -146,7 +146,14 @@ class Window:
         self._in_order = in_order
         self._announce, self.watch = observer_of(comm).announce_call, observer_of(comm).watch
 
-    def start(self, steps: Steps, what: str) -> WindowRun:
+    def start(
+        self,
+        steps: Steps,
+        what: str,
+        *,
+        keep: object = None,
+        after: Callable[[], object] | None = None,
+    ) -> Transfer:
         """Begin an operation and return its handle, without waiting. Every rank calls this.
 
         On a device the copies begin after the work queued on the current stream so far.
@@ -155,13 +162,32 @@ class Window:
             steps: for each step, the functions that this rank calls. All ranks pass the same number
                 of steps.
             what: names the operation in errors and checks; the same on every rank.
+            keep, after: as in `Transfer`.
         """
         self.memory.begin()
         told = self._in_order(partial(self._announce, what))
         self.begun += len(steps)
         self._queue.extend(enumerate(steps))
         self.advance()
-        return WindowRun(self, self.begun, what, told)
+        return Transfer([partial(self._is_made, self.begun, what, told)], keep, after)
+
+    def _is_made(self, end: int, what: str, told: Handle) -> bool:
+        """Make the copies and additions that can be made now, first those of earlier operations.
+
+        Return True once this rank has made all steps of one operation, else False at once. In tests
+        the communicator's observer raises `PeerFailed` here if a rank has been lost.
+
+        Args:
+            end: how many steps this rank has made then, including those of earlier operations.
+            what: names the operation in errors.
+            told: complete once the communicator's observer knows of the operation.
+        """
+        self.advance()
+        is_told = told.test()
+        if self.made < end:
+            self.watch(what)  # may raise if a rank has left
+            return False
+        return is_told
 
     def exchange(self, sends: Messages, recvs: Messages, longest: int) -> Handle:
         """Begin messages through the slots and return their handle. Every rank calls this.
@@ -185,7 +211,7 @@ class Window:
                 sides = (piece, slot) if later else (slot, piece)
                 steps[number + later] += [self.memory.copying(*sides)] * bool(len(piece))
         what = f"messages of at most {longest} bytes in a window"
-        return Transfer([self.start(steps, what).test], keep=(sends, recvs))
+        return self.start(steps, what, keep=(sends, recvs))
 
     def advance(self) -> None:
         """Launch the steps that are ready, and publish how many steps this rank has made.
@@ -334,33 +360,3 @@ class Window:
         self.sums.clear()
         self._queue.clear()
         self.slots, self._others, self._mine = [], [], memoryview(bytes(8)).cast("q")
-
-
-class WindowRun(NamedTuple):
-    """Represent an operation that a window has begun; a `Handle`.
-
-    Args:
-        window: the window that runs the operation.
-        end: how many steps this rank has made when the operation is complete, including the steps
-            of earlier operations.
-        what: names the operation in errors.
-        told: complete once the communicator's observer knows of the operation.
-    """
-
-    window: Window
-    end: int
-    what: str
-    told: Handle
-
-    def test(self) -> bool:
-        """Make the copies and additions that can be made now, first those of earlier operations.
-
-        Return True once this rank has made all steps of this operation, else False at once. In
-        tests the communicator's observer raises `PeerFailed` here if a rank has been lost.
-        """
-        self.window.advance()
-        is_told = self.told.test()
-        if self.window.made < self.end:
-            self.window.watch(self.what)  # may raise if a rank has left
-            return False
-        return is_told

@@ -392,14 +392,18 @@ std::tuple<Tensor, Tensor> attend(
       q.cpu(), k.cpu(), v.cpu(), 0.0, causal, bias_of(bias, q, k), scale);
 }
 
+// CUDA's kernels sum in float32. That on the CPU sums in the dtype that it is given.
 std::tuple<Tensor, Tensor, Tensor> attend_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
     const Tensor& lse, bool causal, Scale scale, const Maybe& bias = {}) {
   demand_alignment({grad, q, k, v, out});
+  const auto type = q.scalar_type();
+  const auto wide = [type](const Tensor& x) { return x.cpu().to(c10::promoteTypes(type, at::kFloat)); };
+  auto added = bias_of(bias, q, k);
+  if (added) added = wide(*added);
   auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      grad.cpu(), q.cpu(), k.cpu(), v.cpu(), out.cpu(), lse.cpu(), 0.0, causal,
-      bias_of(bias, q, k), scale);
-  return {up(dq, q.device()), up(dk, q.device()), up(dv, q.device())};
+      wide(grad), wide(q), wide(k), wide(v), wide(out), lse.cpu(), 0.0, causal, added, scale);
+  return {up(dq.to(type), q.device()), up(dk.to(type), q.device()), up(dv.to(type), q.device())};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> flash(

@@ -42,6 +42,8 @@ CONFIG: dict[str, Parts] = {
     "tie_word_embeddings": values(False, True),
     "max_position_embeddings": spans((2048, 2048), (1, 1), (131_072, 10_000_000)),
     "eos_token_id": values((), (2,), (128_001, 128_008, 128_009)),
+    "bos_token_id": values(None, 1, 128_000),
+    "pad_token_id": values(None, 0, 128_004),
 }
 
 

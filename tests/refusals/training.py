@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from refusals.calls import Row, Table, Wrong
 from refusals.kinds import graded
 from refusals.models import CASE
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import sp_core as sp
 from sp_core.llama import Decoder, Llama, generate, prefill_unequal, save
@@ -77,8 +79,9 @@ def stored(model: Llama) -> None:
     save_training(model, FOLDER, optimizer=torch.optim.SGD(model.parameters()), step=1)
 
 
-def stepped(model: Llama) -> Step:
-    return train_step(model, torch.optim.SGD(model.parameters()), TEXTS, max_norm=1.0)
+def stepped(model: Llama, make: Callable[[Any], Any] = torch.optim.SGD) -> Step:
+    weights = [x for x in model.parameters() if x.dim() == 2]
+    return train_step(model, make(weights), TEXTS, max_norm=1.0)
 
 
 TEXTS = [[1, 2], [3, 4]]
@@ -154,6 +157,13 @@ def hooked(call: Callable[[Llama], object], name: str) -> Wrong:
     return convert
 
 
+def stepping(make: Callable[[Any], Any]) -> Wrong:
+    """Return a training step of which the last rank makes another optimizer."""
+    return lambda mesh, here: stepped(CASE.model(mesh), make if here else torch.optim.SGD)
+
+
+COUPLING = torch.optim.Adafactor, torch.optim.Muon
+"""Optimizers that compute the update of an element with other elements of its weight."""
 EVERYWHERE: Table = {
     "ring": {
         "an empty sequence": (
@@ -207,6 +217,16 @@ EVERYWHERE: Table = {
 ON_ONE_RANK: Table = {
     "dp": {
         **conversions("dp"),
+        "a scheduler for an optimizer": (
+            TypeError,
+            "ConstantLR object at",
+            stepping(lambda weights: lr_scheduler.ConstantLR(torch.optim.SGD(weights))),
+        ),
+        "an optimizer that needs a closure": (
+            TypeError,
+            "whose step() needs no closure, such as AdamW",
+            stepping(torch.optim.LBFGS),
+        ),
         **{
             f"{what} of a weight after {name}": (
                 ValueError,
@@ -235,7 +255,19 @@ ON_ONE_RANK: Table = {
             lambda mesh, here: backward(CASE.model(mesh).requires_grad_(not here), TEXTS),
         ),
     },
-    **{axis: conversions(axis) | frozen() for axis in ("ring", "tp")},
+    "ring": conversions("ring") | frozen(),
+    "tp": {
+        **conversions("tp"),
+        **frozen(),
+        **{
+            f"parts of weights for {kind.__name__}": (
+                ValueError,
+                "Own computes updates from whole weights",
+                stepping(type("Own", (kind,), {})),
+            )
+            for kind in COUPLING
+        },
+    },
     "pp": {
         **conversions("pp"),
         "a training step on stages, which have different numbers of parameters": (
