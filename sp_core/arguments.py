@@ -51,6 +51,10 @@ def _are_lists(value: Any) -> bool:
     )
 
 
+def _each(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: _are_positions(value) and all(map(fits, value))
+
+
 def _are_positions(value: Any) -> bool:
     has_dims = getattr(value, "ndim", None) != 0  # a list has none to ask for
     return isinstance(value, Collection) and not isinstance(value, str) and has_dims
@@ -91,15 +95,14 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
     ),
     "place": (_are_positions, "integers: a range, a list or a tensor (S,)"),
-    "stop": (
-        lambda value: _are_positions(value) and all(map(_is_whole, value)),
-        "a list, tuple or set of tokens, whole numbers",
-    ),
+    "stop": (_each(_is_whole), "a list, tuple or set of tokens, whole numbers"),
     "stop_strings": (
         lambda value: _is_sequence(value) and all(isinstance(text, str) and text for text in value),
         "a list or tuple of texts, none of them empty",
     ),
-    "shape": (_are_whole, "a list or tuple of whole numbers"),
+    **dict.fromkeys(
+        ("shape", "sharded", "waiting"), (_are_whole, "a list or tuple of whole numbers")
+    ),
     "room": (
         lambda value: _are_whole(value) and min(value, default=0) >= 0,
         "a list or tuple with a number of tokens, at least 0, for each sequence",
@@ -112,6 +115,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_sequence(value) and all(map(_is_real, value)),
         "a list or tuple with the cost, a number, of each layer",
     ),
+    "lengths": (_each(_is_real), "a list or tuple with the number of tokens of each sequence"),
+    "packed": (_are_lists, "a list with the numbers of each rank's sequences, whole numbers"),
     "batches": (_is_sequence, "a list of micro-batches"),
     **dict.fromkeys(
         ("tensors", "shards"),
@@ -124,7 +129,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "groups": (_are_lists, "a list with the ranks, whole numbers, of each group"),
     **dict.fromkeys(
         (
-            *("count", "max_file_bytes", "chunk", "window", "micro_batches"),
+            *("count", "max_file_bytes", "chunk", "window", "micro_batches", "padded_to"),
             *("top_k", "num_kv_heads", "head_dim", "ffn_hidden"),
         ),
         (lambda value: value is None or _is_whole(value), "a whole number, or None"),
@@ -206,8 +211,7 @@ def check(kind: str | None = None, /, **given: Any) -> None:
         given: the arguments by name. Without `kind`, each name must be in `_KINDS`.
 
     Raises:
-        TypeError: a value is of another type. The text names the argument, what was given and what
-            is needed.
+        TypeError: a value is of another type; the text says what was given and what is needed.
     """
     for name, value in given.items():
         fits, needed = _KINDS[kind or name]
@@ -216,10 +220,7 @@ def check(kind: str | None = None, /, **given: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a whole number, such as NumPy's, as an int, and a list of them as a tuple of ints.
-
-    Any other value is returned as it is.
-    """
+    """Return NumPy's whole numbers as int, a list of them as a tuple of int, all else as it is."""
     if _is_whole(value):
         return int(value)
     return tuple(map(int, value)) if _are_whole(value) else value
@@ -248,8 +249,7 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
         remedy: a sentence for the error, which says how to get a `kind`.
 
     Raises:
-        TypeError: the value is no `kind`. The text names the argument, what was given, what is
-            needed and how to get it.
+        TypeError: the value is no `kind`; the text says what was given and how to get one.
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name}={_shown(value)} was given; a {kind.__name__} is needed. {remedy}")

@@ -39,8 +39,7 @@ class Communicator(NotCopied):
         comm: an mpi4py communicator that only this object sends on. `free` frees `comm`.
         device: where the tensors live.
         transport: "auto", a name in `sp_core.transport.NAMES`, or on a CPU a `HostWrapper`.
-        check: "agree": every collective first checks that the ranks agree on its arguments; "off":
-            only attention schemes and layers check this.
+        check: "agree" or "off", as in `Mesh`.
         name: the communicator's name in error messages.
         algorithm: what calls with algorithm="auto" use: one name, or a name for each collective;
             see `sp_core.schedules.defaults`.

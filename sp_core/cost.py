@@ -5,14 +5,14 @@ over the actual shards, the head split, the mask and the ring's schedule. For ev
 mask these are the bytes, with own = B * (S/P) * D * e for one head of one rank's tokens:
 
     scheme         forward                                   backward
-    allgather_kv   (P-1) * 2K own                            the same, and (P-1) * 2K own, wide
-    ring           (P-1) * 2K own in P-1 messages            the same, and P * 2K own, wide, in P
+    allgather_kv   (P-1) * 2K own                            the same, and (P-1) * 2K wide
+    ring           (P-1) * 2K own in P-1 messages            the same, and P * 2K wide in P messages
     ulysses        (P-1)/P * (2H + 2K) own                   the same
     hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own  as in ulysses and ring
     tp_sp          2 (P-1) * B * (S/P) * E * e               3 (P-1) * B * (S/P) * E * e
 
-A ring sends only keys and values that other ranks see; a full mask shows all. "Wide" bytes are
-those of summed gradients, whose elements have max(e, 4) bytes. A block is the keys and values of
+wide = B * (S/P) * D * max(e, 4) are the bytes of as many elements of summed gradients. A ring sends
+only keys and values that other ranks see; a full mask shows all. A block is the keys and values of
 one rank. tp_sp is a column-parallel layer followed by a row-parallel one.
 
 These are bytes of payload. If a mesh uses an algorithm of this library for a collective,

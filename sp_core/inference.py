@@ -81,7 +81,7 @@ _MODEL: dict[str, dict[str, Any]] = {
     },
     "--algorithm": {
         "help": "of collectives: ring, or all_reduce=ring,all_gather=bruck; "
-        "default: that of the MPI library"
+        "default: SP_ALGORITHM, else the quickest by measured constants, else the MPI library's"
     },
     "--dtype": {
         "choices": ("float64", "float32", "bfloat16", "float16"),
@@ -100,11 +100,11 @@ _MODEL: dict[str, dict[str, Any]] = {
     "--input": {"metavar": "FILE", "help": argparse.SUPPRESS},  # only for ranks that are started
 }
 _AXES = {
-    "dp": "replicas, which share the prompts",
+    "dp": "replicas, each of which takes a part of the prompts",
     "pp": "stages that hold the layers one after the other",
-    "ring": "ranks of a ring, which share each prompt",
-    "ulysses": "ranks that share each prompt by heads",
-    "tp": "ranks that share the weights",
+    "ring": "ranks of a ring, over which each prompt is split",
+    "ulysses": "ranks over which each prompt is split, and its heads in attention",
+    "tp": "ranks over which each weight is split",
 }
 _GENERATE: dict[str, dict[str, Any]] = {
     "--max-tokens": {

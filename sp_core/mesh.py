@@ -57,10 +57,13 @@ class Mesh(NotCopied):
         transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. With "window"
             (host memory), "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) the
             ranks of one machine share memory, or send messages if they cannot
-            (`Communicator.no_window` says why). "auto" is the environment's SP_TRANSPORT, if this
-            kind of device has it, else the first of `NAMES`.
-        check: "agree" (every collective first checks that the ranks agree on its arguments) or
-            "off" (only schemes and layers do).
+            (`Communicator.no_window` says why). "auto" takes the transport that the environment
+            variable SP_TRANSPORT names, if there is one of that name for this kind of device, else
+            the first of `NAMES[device type]`.
+        check: "agree": every collective first checks that the ranks agree on its arguments. "off":
+            collectives check nothing, unless they must tell each other lengths; schemes, layers,
+            losses, gradients and models still check. Docstrings count the agreements with "off".
+            With "agree" each collective inside a call, or in its backward, may make one more.
         algorithm: the algorithm of each collective whose call says "auto": a name, for all
             collectives that have it, or names by collective, as a mapping or as text,
             "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them. Default:

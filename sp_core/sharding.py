@@ -256,10 +256,10 @@ class Sharding:
 
         Returns:
             A tensor with `local_len(rank)` tokens along `dim`: a view of x if the shard is one
-            consecutive range, else a new tensor.
+            entry of `segments` and no position between is missing, else a new tensor.
 
         Raises:
-            ShapeError: `x` has not `seq_len` tokens along `dim`, or there is no such rank or `dim`.
+            ShapeError, TypeError: x is no tensor of `seq_len` tokens along `dim`, or no such rank.
         """
         self._check_tokens(x, dim)
         match self.segments[self._checked(rank)]:

@@ -112,6 +112,7 @@ def fence(*, comm: Communicator) -> None:
 
     Raises:
         TypeError: `comm` is no communicator; on this rank.
+        CollectiveMismatch: only some ranks call this; on every rank, unless `check="off"`.
     """
     arguments.check_communicator(comm)
     comm.fence()

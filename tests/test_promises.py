@@ -34,16 +34,18 @@ BY_FORMULA = {"allgather_kv_attention", "hybrid_attention", "ring_attention", "u
 """`domains/cost.py` judges the bytes and messages of these functions."""
 
 
+@pytest.mark.parametrize("check", ["agree", "off"])
 @pytest.mark.parametrize("names", sorted(ROWS), ids=" ".join)
 @spmd(1, 3)
 def test_a_call_sends_what_its_docstring_says(
     comm: Any,
     names: tuple[str, ...],
+    check: Any,
     tmp_path: Path,
 ) -> None:
     axis = names[0]
     folder = comm.bcast(tempfile.mkdtemp(dir=tmp_path) if comm.rank == 0 else None)
-    with sp.Mesh(comm, check="off", **{axis: comm.size}) as mesh:
+    with sp.Mesh(comm, check=check, **{axis: comm.size}) as mesh:
         ROWS[names](Scene(mesh, axis, Path(folder)))
 
 
@@ -256,7 +258,13 @@ def test_a_plan_agrees_when_it_is_made(comm: Any, transport: str, check: Any) ->
 
 
 PLANS = (*OPS[:7], "all_reduce_")
-PLANNED = [(op, name) for op in PLANS for name in ALGORITHMS[op.removesuffix("_")]]
+PLANNED = [
+    (op, {"algorithm": name, **named})
+    for op in PLANS
+    for name in ALGORITHMS[op.removesuffix("_")]
+    for named in ([{}, {"op": "max"}, {"op": "min"}] if "all_reduce" in op else [{}])
+]
+"""Collectives, and arguments of their plans."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -264,22 +272,17 @@ PLANNED = [(op, name) for op in PLANS for name in ALGORITHMS[op.removesuffix("_"
 @spmd(3)
 def test_a_run_of_a_plan_makes_no_tensor(comm: Any, transport: str, dtype: torch.dtype) -> None:
     with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
-        for op, algorithm in PLANNED:
-            if algorithm == "window" and mesh["sp"].window is None:
+        for op, named in PLANNED:
+            if named["algorithm"] == "window" and mesh["sp"].window is None:
                 continue
-            plan = sp.plan(
-                op,
-                torch.ones(30, 60, dtype=dtype)[:, ::2],
-                comm=mesh["sp"],
-                algorithm=algorithm,
-                **NEEDED.get(op, {}),
-            )
+            x = torch.ones(30, 60, dtype=dtype)[:, ::2]
+            plan = sp.plan(op, x, comm=mesh["sp"], **named, **NEEDED.get(op, {}))
             with LiveBytes() as live:
                 for _ in range(2 * SLOTS if plan.algorithm == "window" else 1):
                     plan.run()  # by now the plan has made all tensors that it keeps
                 before = live.peak = live.now
                 plan.run()
-                assert live.peak == before, (op, algorithm)
+                assert live.peak == before, (op, named)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "mpi"], ids="by {}".format)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_core.arguments import check_dense
 from sp_core.errors import ShapeError
 
 
@@ -42,10 +43,14 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     Raises:
         ShapeError: the shapes of the two partial results differ, or do not fit.
+        DtypeError: an argument is no tensor.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.1.
     """
-    shapes = [tuple(x.shape) for x in (out_a, lse_a, out_b, lse_b)]
+    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, x in given.items():
+        check_dense(x, name)
+    shapes = [tuple(x.shape) for x in given.values()]
     if shapes[:2] != shapes[2:] or shapes[0][:-1] != shapes[1]:
         raise ShapeError(
             f"out and lse of shapes {shapes[:2]} and {shapes[2:]} given; needed one shape "

@@ -51,7 +51,7 @@ def all_gather(
             arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ.
         TypeError, ValueError: an argument of the wrong type, or an algorithm that `comm` does not
-            have; on every rank.
+            have; on every rank, but that of a wrong `comm` on this rank.
     """
     return call("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 

@@ -172,7 +172,8 @@ def _call(
 def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -> int:
     """Raise an error if this rank's arguments are wrong.
 
-    Return this rank's length along the dimension whose length may differ between ranks, or 0.
+    Return this rank's length along the dimension whose length may differ between ranks. Return 0 if
+    there is none, or if all lengths are given: then ranks with different lengths say the same.
     """
     arguments.check(**given)
     arguments.check_tensor(x, comm, dtypes=kind.dtypes)
@@ -199,7 +200,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
         return 0
     dim, sizes = kind.joined
     _check_sizes(sizes, given[sizes], comm, own=lengths[dim])
-    return lengths[dim]
+    return lengths[dim] if given[sizes] is None else 0
 
 
 def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> None:

@@ -299,6 +299,7 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
     Raises:
         ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
             every rank.
+        TypeError: `tensors` is no list or tuple, on every rank.
     """
     check_communicator(comm)
     comm.agree_on(lambda: describe_all(tensors, comm), lambda: check_summable(tensors, comm))

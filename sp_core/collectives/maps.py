@@ -236,20 +236,20 @@ class AllReduce(Map):
         )
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
-        """Return buffers with marks for NaN: MPI libraries differ in how they compare NaN."""
-        send = self._marked(x).contiguous()
-        recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        """Return buffers with marks, not 0 for NaN: MPI libraries compare NaN in different ways."""
+        x, (send, recv) = x.detach(), x.new_empty((2, 2, *x.shape))
+        out, is_nan = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
-        return Prepared(
-            *(moves, send.view(-1), recv.view(-1), out),
-            refresh=lambda: send.copy_(self._marked(x)),
-            finish=lambda: out.copy_(used(recv)[0]).masked_fill_(recv[1] != 0, torch.nan),
-        )
 
-    def _marked(self, x: Tensor) -> Tensor:
-        """Stack x and a tensor that is not 0 where x is NaN."""
-        marks = x.isnan().to(x.dtype)
-        return torch.stack((x.detach(), marks if self.op == "max" else -marks))
+        def refresh() -> None:
+            send[0].copy_(x)
+            torch.ne(x, x, out=send[1]).mul_(1 if self.op == "max" else -1)
+
+        def finish() -> None:
+            out.copy_(used(recv)[0]).masked_fill_(torch.ne(recv[1], 0, out=is_nan), torch.nan)
+
+        refresh()
+        return Prepared(moves, send.view(-1), recv.view(-1), out, refresh, finish)
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,8 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     Communication:
         One agreement (32-byte all-reduce) of the arguments; with `check="off"` only if lengths are
         left out. With a window there is one more, on where the tensors lie, unless the algorithm
-        cannot read them in place. Each run communicates as the function called `op` does, but its
-        agreement is on which plan is run.
+        cannot read them in place, or is "auto" and the whole vector has less than 16 KiB. Each run
+        communicates as the function called `op` does, but its agreement is on which plan is run.
 
     Raises:
         ValueError: an unknown `op`, or arguments that the function does not have, on every rank.

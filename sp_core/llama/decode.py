@@ -32,6 +32,7 @@ from sp_core.llama.cache import Cache, New, Places
 from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass, check_model
 from sp_core.nn.parallel import Lengths
+from sp_core.nn.replicated import autocast_dtype
 from sp_core.sharding import Sharding, split_ranges, split_sizes
 
 
@@ -55,7 +56,7 @@ class Decoder:
     Raises:
         ShapeError, TypeError, ValueError: less than one micro-batch, more room than the model has
             positions, or arguments of another type. RankError: too little memory.
-        CollectiveMismatch: ranks with different arguments. All on every rank.
+        CollectiveMismatch: ranks with different arguments. All on every rank, but a wrong `model`.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class Decoder:
             on every rank.
 
         Communication:
-            One agreement (32-byte all-reduce). Per layer the messages of the attention scheme, with
-            all cached tokens as keys, and two all-reduces over the tensor ranks; one more for the
-            embedding. Then one all-gather of (N', E) over the sequence ranks, and one of (N', V)
-            over the tensor ranks. With `tp_sp` as `Llama.forward`, and one more all-gather of
-            (N', E). Between stages one message of (S/P, E), or (S/P/T, E), for each micro-batch;
-            then one broadcast of (N', V).
+            One agreement (32-byte all-reduce), also with `check="agree"`, and those of the
+            attention scheme. Per layer the messages of the scheme, with all cached tokens as keys,
+            and two all-reduces over the tensor ranks; one more for the embedding. Then one
+            all-gather of (N', E) over the sequence ranks, and one of (N', V) over the tensor ranks.
+            With `tp_sp` as `Llama.forward`, and one more all-gather of (N', E). Between stages one
+            message of (S/P, E), or (S/P/T, E), for each micro-batch; then one broadcast of (N', V).
 
         Raises:
             ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token,
@@ -215,8 +216,7 @@ class Decoder:
             check_tokens([*chain.from_iterable(tokens)], self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
-            kind = self.model.grid.everyone.device.type
-            lower = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            lower = autocast_dtype(self.model.grid.everyone.device)
             return placed, f"{what}({list(map(list, tokens))}) after {shown}, autocast={lower}"
 
         placed = make_alike(self.model.grid.model, place)

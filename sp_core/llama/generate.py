@@ -156,7 +156,7 @@ def generate(
         TypeError: an argument of the wrong type, or an empty stop string.
         CollectiveMismatch: ranks with different arguments.
 
-    All of these errors are raised on every rank.
+    All of these errors are raised on every rank, but that of a wrong `model` on this rank.
     """
     check_model(model)
     grid = model.grid

@@ -215,7 +215,7 @@ def loss_and_gradients(
             labels or a mask that do not fit, a wrong result of `ordering`, or `chunk` below 1. On
             every rank of the mesh.
         CollectiveMismatch: ranks with different micro-batches or orders, or of which only some
-            have gradients off. On every rank.
+            have gradients off. On every rank. A wrong `model` is an error of this rank.
     """
     check_model(model)
     grid, saving = model.grid, Saving(recompute=recompute, offload=offload, chunk=chunk)

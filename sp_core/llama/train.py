@@ -108,7 +108,8 @@ def train_step(
             not known whether they update each element independently.
         CollectiveMismatch: the optimizers differ in class or settings.
 
-    Every error is raised on every rank, and leaves the weights unchanged.
+    Every error is raised on every rank, but that of a wrong `model` on this rank. None changes the
+    weights.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     max_norm = arguments.plain(max_norm)
@@ -171,7 +172,9 @@ def backward(
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
             no token with a next token, no weight to train, a layout for other numbers of tokens or
             ranks, `window` or `chunk` below 1, or layers that are split over stages.
-        CollectiveMismatch: ranks with different sequences or frozen weights. All on every rank.
+        CollectiveMismatch: ranks with different sequences or frozen weights.
+
+    All are raised on every rank, but that of a wrong `model` on this rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     dealt = _agree(
@@ -322,7 +325,7 @@ def save_training(
         ValueError: a step below 0.
         CollectiveMismatch: ranks with different optimizers or random states.
 
-    Every error is raised on every rank.
+    Every error is raised on every rank, but that of a wrong `model` on this rank.
     """
 
     def beside() -> Beside:

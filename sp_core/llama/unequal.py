@@ -81,7 +81,7 @@ def prefill_unequal(
             mesh with replicas.
         CollectiveMismatch: ranks with different sequences or plans.
 
-    All of these errors are raised on every rank.
+    All of these errors are raised on every rank, but that of a wrong `model` on this rank.
     """
     check_model(model)
 

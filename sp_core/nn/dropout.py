@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_core.arguments import check
+from sp_core.arguments import check, check_dense
 from sp_core.compiling import eager
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
@@ -46,14 +46,16 @@ def dropout(
         A tensor of the shape and dtype of x. Differentiable any number of times.
 
     Raises:
-        ShapeError: x has fewer than 3 dims, or there are not S positions or not E features.
-        DtypeError: x is not floating.
+        ShapeError: x is sparse, nested or of fewer than 3 dims, or there are not S positions or not
+            E features.
+        DtypeError: x is no tensor, or not floating.
         ValueError: p or seed is out of range.
         TypeError: p is not a number, seed no whole number, positions or features no integers.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, figure
     16, for the hash.
     """
+    check_dense(x, "x")
     check(p=p, seed=seed)
     check("place", positions=positions, **{} if features is None else {"features": features})
     if not (0 <= p < 1 and 0 <= seed < 2**62):

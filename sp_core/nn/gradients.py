@@ -170,12 +170,12 @@ def reduce_gradients(
             no weight is split.
 
     Communication:
-        One agreement (32-byte all-reduce) over `data`, one over `tensor`. For each dtype one
-        all-reduce of all gradients over `data`. If parts of a parameter have different shapes, the
-        parameters that all ranks of `tensor` hold alike have an all-reduce of their own, which
-        rounds them alike. For each dtype one all-reduce over `tensor`, of the gradients that are
-        incomplete on each rank (`Placement.partial`). Each of them is first padded with zeros to
-        the shape of the whole parameter.
+        One agreement (32-byte all-reduce) over `data` and one over `tensor`, also with
+        `check="agree"`. For each dtype one all-reduce of all gradients over `data`. If parts of a
+        parameter have different shapes, the parameters that all ranks of `tensor` hold alike have
+        an all-reduce of their own, which rounds them alike. For each dtype one all-reduce over
+        `tensor`, of the gradients that are incomplete on each rank (`Placement.partial`). Each of
+        them is first padded with zeros to the shape of the whole parameter.
 
     Raises:
         ShapeError: with `tensor`, a parameter has no placement, or a placement for other ranks; or
@@ -183,7 +183,8 @@ def reduce_gradients(
         DeviceError: a parameter is not on the device of `data`.
         DtypeError: a gradient is complex.
         TypeError: an item of `parameters` is not a parameter.
-        CollectiveMismatch: the ranks pass different parameters, or have others frozen.
+        CollectiveMismatch: the ranks pass different parameters or placements, or have others
+            frozen.
 
     Every error is raised on every rank of both groups, except in one case. If only some ranks pass
     `tensor`, these ranks wait in the agreement over `tensor`. They get an error as soon as the
@@ -199,13 +200,15 @@ def reduce_gradients(
     pairs = [(_own_gradient(parameter), placement) for parameter, placement in wanted.values()]
     is_uneven = any(len({*map(each.local_shape, range(len(each.held)))}) > 1 for _, each in pairs)
     # an element is rounded by its place among all that are summed together
-    for apart in (True, False):
-        _sum_in_place([x for x, each in pairs if (is_uneven and each.is_alike) == apart], data)
+    with data.agreed():
+        for apart in (True, False):
+            _sum_in_place([x for x, each in pairs if (is_uneven and each.is_alike) == apart], data)
     if tensor is None:
         return
     shared = [(x, placement) for x, placement in pairs if placement.partial]
     wholes = [placement.spread(x, tensor.rank) for x, placement in shared]
-    _sum_in_place(wholes, tensor)
+    with tensor.agreed():
+        _sum_in_place(wholes, tensor)
     for (x, placement), whole in zip(shared, wholes, strict=True):
         x.copy_(placement.take(whole, tensor.rank))
 
@@ -243,7 +246,7 @@ def clip_gradient_norm(
 
     Communication:
         One agreement (32-byte all-reduce) and one all-reduce of one number over `tensor`; the same
-        over `stages`.
+        over `stages`. No other agreement, also with `check="agree"`.
 
     Raises:
         ValueError: max_norm is not above 0, or the norm is not finite; no gradient is scaled then.
@@ -251,6 +254,7 @@ def clip_gradient_norm(
             gradient is sparse.
         DeviceError: a parameter is not on the device of `tensor`.
         DtypeError: a gradient is complex.
+        TypeError: an item of `parameters` is not a parameter.
         CollectiveMismatch: max_norm differs between ranks, or the parameters between those of
             `tensor`.
 
@@ -275,7 +279,8 @@ def clip_gradient_norm(
         counted = placement.counted(x, tensor.rank)
         total += torch.linalg.vector_norm(counted, dtype=torch.float64).square()
     for comm in (tensor, *others):
-        total = all_reduce(total, comm=comm)
+        with comm.agreed():
+            total = all_reduce(total, comm=comm)
     norm = float(total.sqrt())
     if not norm < torch.inf:
         raise ValueError(
@@ -360,10 +365,12 @@ def _agree_in_turn(
 
 
 def _listed(parameters: Placed) -> str:
-    """Return a text that must match on all ranks: numbers, whole shapes, dtypes, and partial."""
+    """Return a text that must match on all ranks: numbers, placements and dtypes of gradients."""
     return ", ".join(
-        f"number {number} {placement.shape} {x.dtype}{' partial' * placement.partial}"
+        f"number {number} {placement.shape} {dtype} {placement.held}"
+        f"{' partial' * placement.partial}"
         for number, (x, placement) in parameters.items()
+        for dtype in ((x.grad_dtype or x.dtype) if x.grad is None else x.grad.dtype,)
     )
 
 

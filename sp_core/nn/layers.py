@@ -96,7 +96,7 @@ class RMSNorm(_Norm):
     """Divide the E features of each token by their root mean square, and multiply by a weight.
 
     Args:
-        hidden: E, the features of a token.
+        hidden: E, the features of a token; below 1 raises a ValueError.
         comm: the ranks, each of which holds the whole weight.
         eps: added to the mean square.
         device, dtype: those of the weight.
@@ -114,7 +114,7 @@ class LayerNorm(_Norm):
     """Normalise the E features of each token by their mean and variance, then scale and shift.
 
     Args:
-        hidden: E, the features of a token.
+        hidden: E, the features of a token; below 1 raises a ValueError.
         comm: the ranks, each of which holds the whole weight and bias.
         eps: added to the variance.
         device, dtype: those of the weights.
@@ -164,7 +164,7 @@ class SelfAttention(ReplicatedLayer):
     Raises:
         ShapeError: num_heads is no multiple of num_kv_heads, or, without head_dim, hidden is no
             multiple of num_heads; or rope has another head_dim.
-        TypeError, ValueError: an argument is of another type, or a number is below 1.
+        TypeError, ValueError: another type, or a number below 1; of softcap and alibi in `forward`.
     """
 
     def __init__(

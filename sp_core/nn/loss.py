@@ -57,13 +57,15 @@ def next_token_labels(
         int64 (B, S/P), `IGNORED` where no rank holds the next position or a document ends.
 
     Communication:
-        One agreement (32-byte all-reduce). Then at most two `shift` if the sharding is contiguous,
-        zigzag or striped; otherwise one for each distance, in ranks, between the owners of a
-        position and of the next one. A rank sends only the labels that another rank needs, 8 bytes
-        each: for each row of the batch one label per range of the sharding, all if it is striped.
+        One agreement (32-byte all-reduce), and one in each `shift`. There are at most two `shift`
+        if the sharding is contiguous, zigzag or striped; otherwise one for each distance, in ranks,
+        between the owners of a position and of the next one. A rank sends only the labels that
+        another rank needs, 8 bytes each: for each row of the batch one label per range of the
+        sharding, all if it is striped.
 
     Raises:
         ShapeError, DtypeError: the tokens are not int64 or do not fit the sharding; on every rank.
+        TypeError: a sharding or mask of another type; on every rank.
         CollectiveMismatch: the ranks' shardings or masks differ; on every rank.
     """
     arguments.check_communicator(comm)
@@ -155,8 +157,9 @@ def next_token_loss(
         The mean on every rank: a scalar, float64 for float64 inputs, else float32.
 
     Communication:
-        One agreement (32-byte all-reduce) over `tensor` and one over `data`. Over `tensor` two
-        all-reduces for each chunk, one of a number and one of two numbers per token. Over `data`
+        One agreement (32-byte all-reduce) over `tensor` and one over `data`; the forward makes no
+        other, also with `check="agree"`. Over `tensor` two all-reduces for each chunk, one of a
+        number and one of two numbers per token. Over `data`
         an all-reduce of the loss, and one of the count if `count` is None. If there are several
         chunks, the backward repeats the all-reduces over `tensor`.
 
@@ -164,6 +167,7 @@ def next_token_loss(
         ShapeError, DtypeError: tensors that do not fit.
         ValueError: a label outside the vocabulary, no valid label on any rank, or
             `count` or `chunk` below 1.
+        TypeError: `count` or `chunk` is no whole number.
         CollectiveMismatch: the labels or the number of tokens differ between ranks of `tensor`, or
             the dtypes, count, chunk or requires_grad between any ranks.
 
@@ -174,7 +178,8 @@ def next_token_loss(
     sizes: Sequence[int] = ()
 
     def call() -> str:
-        learns = x.requires_grad, head is not None and head.requires_grad
+        graph = torch.is_grad_enabled()
+        learns = graph and x.requires_grad, graph and head is not None and head.requires_grad
         return f"next_token_loss({x.dtype}, requires_grad={learns}, count={count}, chunk={chunk})"
 
     def same() -> str:
@@ -188,16 +193,34 @@ def next_token_loss(
         agree_on(
             data, lambda: f"{call()} on {data.name}", lambda: _check_labels(labels, sum(sizes))
         )
+    size = max(labels.numel(), 1) if head is None or chunk is None else int(chunk)
+    compute = partial(_cross_entropy, head=head, wide=_wide(head), tensor=tensor, sizes=sizes)
+    with tensor.agreed(), data.agreed():
+        losses_of = partial(tiled, compute, dim=0, reads=() if head is None else (head,))
+        return _mean(x, labels, losses_of, data=data, count=count, size=size)
+
+
+def _mean(
+    x: Tensor,
+    labels: Tensor,
+    losses_of: Callable[..., Tensor],
+    *,
+    data: Communicator,
+    count: int | None,
+    size: int,
+) -> Tensor:
+    """Return the mean of the losses of all ranks' valid tokens, as `next_token_loss` does.
+
+    `losses_of` computes the losses of parts of x and labels, of `size` tokens each.
+    """
     valid = labels != IGNORED
     count = int(all_reduce(valid.sum(), comm=data)) if count is None else int(count)
     if count == 0:
         raise ValueError(
             f"none of the labels of all ranks is valid (all are {IGNORED}), so there is no mean."
         )
-    size = max(labels.numel(), 1) if head is None or chunk is None else int(chunk)
     parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
-    compute = partial(_cross_entropy, head=head, wide=_wide(head), tensor=tensor, sizes=sizes)
-    losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,)).view_as(labels)
+    losses = losses_of(*parts).view_as(labels)
     return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
 
 

@@ -35,7 +35,7 @@ from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import DeviceError, ShapeError
 from sp_core.nn.gradients import Placement, place
-from sp_core.nn.replicated import check_input, is_plain
+from sp_core.nn.replicated import autocast_dtype, check_input, is_plain
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 from sp_core.sharding import Sharding, check_sharding, split_sizes
 
@@ -305,8 +305,9 @@ class _ParallelLinear(Weight):
             arguments.check_kept(x, *self.parameters())
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
             learns = [each.requires_grad for each in (x, *self.parameters())]
-            grad = torch.is_grad_enabled(), *learns
-            return f"{kind}({shape}, {x.dtype}, requires_grad={grad}) on {self.comm.name}"
+            grad, lower = (torch.is_grad_enabled(), *learns), autocast_dtype(x.device)
+            more = f"requires_grad={grad}, autocast={lower}"
+            return f"{kind}({shape}, {x.dtype}, {more}) on {self.comm.name}"
 
         self.comm.agree_on(call)
 
@@ -334,8 +335,8 @@ class ColumnParallelLinear(_ParallelLinear):
             sharding one all-reduce of the gradient of x in the backward instead.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
-        # under autocast the product has a different dtype
-        return project(x, self, lengths=self.lengths)[0].to(x.dtype)
+        with self.comm.agreed():  # under autocast the product has a different dtype
+            return project(x, self, lengths=self.lengths)[0].to(x.dtype)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -362,10 +363,11 @@ class RowParallelLinear(_ParallelLinear):
             the result replaces these messages.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))
-        out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
-        if self.bias is None:
-            return out
-        bias = self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm)
+        with self.comm.agreed():
+            out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
+            if self.bias is None:
+                return out
+            bias = self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm)
         return (out + bias).to(x.dtype)
 
 

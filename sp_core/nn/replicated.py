@@ -249,6 +249,12 @@ def check_input(
         )
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast lowers products on a device; None without autocast."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def check_hooks(module: nn.Module) -> None:
     """Raise a ValueError, on this rank, if a weight has a hook on its gradient.
 

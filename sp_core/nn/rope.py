@@ -100,6 +100,7 @@ class Rope:
         Raises:
             ShapeError: x is not (B, S, H, head_dim), or there are not S positions.
             DtypeError: x is not floating.
+            TypeError: positions are no integers.
         """
         return rotation(self, positions, x)(x)
 

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from sp_core.arguments import plain
+from sp_core.arguments import check, check_type, plain
 from sp_core.errors import ShapeError
 from sp_core.segments import split_ranges
 from sp_core.sharding import Sharding
@@ -32,12 +32,14 @@ class Work:
 
     Raises:
         ShapeError: a number that is negative or not finite, or zero for both.
+        TypeError: no number.
     """
 
     per_token: int
     per_pair: int
 
     def __post_init__(self) -> None:
+        check("p", **vars(self))
         vars(self).update({name: plain(value) for name, value in vars(self).items()})
         numbers = self.per_token, self.per_pair
         if not (_are_finite(numbers) and any(numbers)):
@@ -79,6 +81,7 @@ class Plan:
     Raises:
         ShapeError: a negative length, no rank, a sequence that is missing or assigned twice, or a
             sequence longer than `padded_to`.
+        TypeError: an argument of another type.
     """
 
     lengths: tuple[int, ...]
@@ -88,6 +91,7 @@ class Plan:
     padded_to: int | None = None
 
     def __post_init__(self) -> None:
+        check(**vars(self))
         vars(self).update(lengths=plain(self.lengths), padded_to=plain(self.padded_to))
         placed = [
             *self.sharded,
@@ -205,11 +209,14 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
 
     Raises:
         ShapeError: a negative length, size below 1, or a tolerance that is not above 0.
+        TypeError: an argument of another type.
 
     Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2):
     longest processing time first.
     """
     lengths, size = _checked(lengths, size)
+    check("p", tolerance=tolerance)
+    check_type("work", work, Work, "Pass Work(per_token, per_pair).")
     if not tolerance > 0:
         raise ShapeError(f"tolerance={tolerance} was given; pass a number above 0.")
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
@@ -252,6 +259,7 @@ def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
 
     Raises:
         ShapeError: a negative length, or size below 1.
+        TypeError: lengths or size of another type.
     """
     lengths, size = _checked(lengths, size)
     return Plan(tuple(lengths), (), tuple(map(tuple, split_ranges(len(lengths), size))))
@@ -262,6 +270,7 @@ def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
 
     Raises:
         ShapeError: a negative length, or size below 1.
+        TypeError: lengths or size of another type.
     """
     lengths, size = _checked(lengths, size)
     return Plan(
@@ -274,6 +283,7 @@ def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
 
     Raises:
         ShapeError: a negative length, or size below 1.
+        TypeError: lengths or size of another type.
     """
     return replace(round_robin(lengths, size, work), padded_to=max(lengths, default=0))
 
@@ -308,8 +318,10 @@ def _longest_first(
 def _checked(lengths: Sequence[int], size: int) -> tuple[Sequence[int], int]:
     """Return the arguments of a policy, whole numbers as ints.
 
-    Raise ShapeError if a length is negative or not finite, or if `size` is below 1.
+    Raise ShapeError if a length is negative or not finite, or if `size` is below 1; TypeError for
+    arguments of another type.
     """
+    check(lengths=lengths, size=size)
     lengths, size = plain(lengths), plain(size)
     if size < 1 or not _are_finite(lengths):
         raise ShapeError(

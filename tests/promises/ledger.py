@@ -48,7 +48,7 @@ class Scene:
     """Hold a mesh all of whose ranks are along one axis, and count what they send.
 
     Args:
-        mesh: made with `check="off"`, so that only agreements that are always made are counted.
+        mesh: a mesh with one axis; with `check="agree"` there are more agreements.
         axis: the name of the axis along which all its ranks are.
         folder: the folder for files.
     """
@@ -58,22 +58,28 @@ class Scene:
         self.size, self.rank, self.told = self.comm.size, self.comm.rank, 0
 
     @contextmanager
-    def sends(self, agreements: int = 0, **promised: Sent) -> Iterator[None]:
+    def sends(self, agreements: int = 0, more: int = 0, **promised: Sent) -> Iterator[None]:
         """Compare what a `with` block sends with what is promised; a single rank sends no bytes.
 
         In `self.told` of the `agreements` the ranks pass different values, so that they also gather
-        their records. `promised` has the calls or messages, and bytes, by operation.
+        their records. `check="agree"` makes `more` agreements than these. `promised` has the calls
+        or messages, and bytes, by operation.
         """
         self.comm.counters.reset()
         yield
         found = self.now
-        if agreements:
+        if agreements := agreements + more * self.checks:
             numbers = self.told * self.to_others(RECORD_BYTES // 4)
             promised["control"] = (agreements, agreements * DIGEST_BYTES + numbers)
         if self.size == 1:
             promised = {op: (calls, 0) for op, (calls, _) in promised.items() if calls != 0}
         any_number = {op for op, (calls, _) in promised.items() if calls is None}
         assert found | {op: (None, found.get(op, (0, 0))[1]) for op in any_number} == promised
+
+    @property
+    def checks(self) -> bool:
+        """Return whether every collective checks that the ranks agree on its arguments."""
+        return self.comm.check == "agree"
 
     @property
     def now(self) -> Book:
@@ -116,11 +122,12 @@ def parameter_bytes(module: nn.Module) -> int:
 
 @row(ROWS, "sp", "Communicator.agree_on")
 def _(scene: Scene) -> None:
-    """Make an agreement that is always made, then one that the mesh's check="off" leaves out."""
+    """Make an agreement that is always made, then one that `check="off"` leaves out."""
     with scene.sends(agreements=1):
         assert scene.comm.agree_on(lambda: "a call", lambda: 7) == (7,) * scene.size
-    with scene.sends():
-        assert scene.comm.agree_on(lambda: "a call", always=False) == ()
+    with scene.sends(more=1):
+        told = scene.comm.agree_on(lambda: "a call", always=False)
+    assert told == (0,) * (scene.size * scene.checks)
 
 
 @row(ROWS, "sp", "copy_all_to_group")
@@ -133,13 +140,13 @@ def _(scene: Scene) -> None:
         copies = sp.copy_all_to_group(tensors, comm=scene.comm)
     total = sum(x.double().sum() for x in copies)
     assert isinstance(total, Tensor)
-    with scene.sends(all_reduce=(3, 7 * 8 + 4 * 2 + 3 * 2)):
+    with scene.sends(more=1, all_reduce=(3, 7 * 8 + 4 * 2 + 3 * 2)):
         total.backward()
 
 
 @row(ROWS, "sp", "all_reduce_")
 def _(scene: Scene) -> None:
-    with scene.sends(all_reduce=(1, 20)):
+    with scene.sends(more=1, all_reduce=(1, 20)):
         sp.all_reduce_(torch.ones(5), comm=scene.comm)
 
 
@@ -152,6 +159,7 @@ def _(scene: Scene) -> None:
     with scene.sends(agreements=2, all_gather=(None, keys)):
         out = attention(x, sharding=sharding)
     with scene.sends(
+        more=2 * scene.others,
         all_gather=(None, keys),
         reduce_scatter=(None, sums),
         all_reduce=(scene.others, parameter_bytes(attention)),
@@ -162,6 +170,7 @@ def _(scene: Scene) -> None:
         with scene.sends(agreements=5 + more, all_gather=(None, keys)):
             out = block(x, sharding=sharding, seed=1)
         with scene.sends(
+            more=5 * scene.others,
             all_gather=(None, keys),
             reduce_scatter=(None, sums),
             all_reduce=(4 * scene.others, parameter_bytes(block)),
@@ -185,15 +194,15 @@ def _(scene: Scene) -> None:
     with scene.sends(agreements=1, reduce_scatter=scatter):
         out = line(inner)
     again = (None, 2 * gather[1])
-    with scene.sends(all_gather=again, reduce_scatter=scatter, all_reduce=(1, 5 * 4)):
+    with scene.sends(more=3, all_gather=again, reduce_scatter=scatter, all_reduce=(1, 5 * 4)):
         out.sum().backward()
     column.requires_grad_(False)  # then no rank needs the whole input in backward
     out = line(column(x))
-    with scene.sends(all_gather=gather, reduce_scatter=scatter, all_reduce=(1, 5 * 4)):
+    with scene.sends(more=3, all_gather=gather, reduce_scatter=scatter, all_reduce=(1, 5 * 4)):
         out.sum().backward()
     column.requires_grad_(True)
     out = line(column(x.detach()))  # then no rank needs the input's gradient
-    with scene.sends(all_gather=again, all_reduce=(1, 5 * 4)):
+    with scene.sends(more=3, all_gather=again, all_reduce=(1, 5 * 4)):
         out.sum().backward()
 
 
@@ -232,7 +241,7 @@ def _(scene: Scene) -> None:
     head: dict[str, Any] = {"head": leaf(2, 4), "chunk": 4}
     with scene.sends(agreements=1, all_reduce=(4, 4 * (2 * 6 + 2 * 6))):
         mean = loss.next_token_loss(logits, labels, tensor=scene.comm, data=alone, **head)
-    with scene.sends(all_reduce=(4, 4 * (2 * 6 + 2 * 6))):
+    with scene.sends(more=4, all_reduce=(4, 4 * (2 * 6 + 2 * 6))):
         mean.backward()
     with scene.sends(agreements=1, all_reduce=(2, 8 + 4)):
         mean = loss.next_token_loss(logits, labels, tensor=alone, data=scene.comm)
@@ -272,4 +281,5 @@ def _(scene: Scene) -> None:
     with scene.sends():
         sp.peer(x, 0, comm=scene.comm)
     sp.fence(comm=scene.comm)
-    assert scene.comm.counters["control"].bytes_sent == 0
+    agreement = scene.checks * scene.others
+    assert scene.comm.counters["control"].bytes_sent == agreement * DIGEST_BYTES

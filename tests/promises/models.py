@@ -30,7 +30,8 @@ def _(scene: Scene) -> None:
     held = sum(p.nbytes for p in model.parameters())
     count = len(list(model.parameters()))
     for name, limit, files in (("one", None, 1), ("many", 1, count)):
-        with scene.sends(agreements=3 + files, all_gather=(count, (scene.size - 1) * held)):
+        gathers = count, (scene.size - 1) * held
+        with scene.sends(agreements=3 + files, more=count, all_gather=gathers):
             llama.save(model, scene.folder / name, max_file_bytes=limit)
         with scene.sends(agreements=2):
             llama.load(scene.folder / name, scene.mesh)
@@ -43,7 +44,8 @@ def _(scene: Scene) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train.train_step(model, optimizer, [[1] * TOKENS], max_norm=1.0)
     held, count = sum(p.nbytes for p in model.parameters()), len(list(model.parameters()))
-    with scene.sends(agreements=3 + 2, all_gather=(2 * count, 2 * (scene.size - 1) * held)):
+    gathers = 2 * count, 2 * (scene.size - 1) * held
+    with scene.sends(agreements=3 + 2, more=2 * count, all_gather=gathers):
         train.save_training(model, scene.folder / "step", optimizer=optimizer, step=1)
     with scene.sends(agreements=1):
         train.load_training(model, scene.folder / "step", optimizer=optimizer)
@@ -57,18 +59,20 @@ def tokens_of(scene: Scene, length: int = TOKENS) -> Tensor:
 def _(scene: Scene) -> None:
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
     everywhere = sp.Sharding.contiguous(TOKENS, 1)
-    with scene.sends(agreements=1, all_reduce=(times, times * TOKENS * HIDDEN * 4)):
+    back, nbytes = times * scene.others, times * TOKENS * HIDDEN * 4
+    with scene.sends(agreements=1, more=times + back, all_reduce=(times, nbytes)):
         out = model(tokens_of(scene), sharding=everywhere)
-    with scene.sends(all_reduce=(times * scene.others, times * TOKENS * HIDDEN * 4)):
+    with scene.sends(more=back, all_reduce=(back, nbytes)):
         out.sum().backward()
     model = llama.create(CONFIG, scene.mesh, tp_sp=True)
     scatter, gather = (
         times * scene.of_others(TOKENS * HIDDEN),
         times * scene.to_others(scene.own * HIDDEN),
     )
-    with scene.sends(agreements=1, reduce_scatter=(None, scatter), all_gather=(None, gather)):
+    sums: Book = {"reduce_scatter": (None, scatter)}
+    with scene.sends(agreements=1, more=1, all_gather=(None, gather), **sums):
         out = model(tokens_of(scene), sharding=everywhere)
-    with scene.sends(reduce_scatter=(None, scatter), all_gather=(None, 2 * gather)):
+    with scene.sends(agreements=0, more=4 * LAYERS + 2, all_gather=(None, 2 * gather), **sums):
         out.sum().backward()
 
 
@@ -86,14 +90,14 @@ def _(scene: Scene) -> None:
         )
         return {"all_reduce": sums, "all_gather": logits}
 
-    with scene.sends(agreements=1, **step(5, 2)):
+    with scene.sends(agreements=1, more=0, **step(5, 2)):
         decoder.prefill([[1, 2, 3], [4, 5]])
-    with scene.sends(agreements=1, **step(1, 1)):
+    with scene.sends(agreements=1, more=0, **step(1, 1)):
         decoder.decode([[1], []])
     both = zip(step(5, 2).items(), step(2, 2).values(), strict=True)
     total = {op: (calls + 2 * n, nbytes + 2 * more) for (op, (calls, nbytes)), (n, more) in both}
     chosen = 3 * (scene.size - 1) * 2 * 8 if scene.rank == 0 else 0
-    with scene.sends(agreements=2 + 3, **total, broadcast=(3, chosen)):
+    with scene.sends(agreements=2 + 3, more=3, **total, broadcast=(3, chosen)):
         llama.generate(model, [[1, 2, 3], [4, 5]], max_tokens=3, stop=())
 
 
@@ -130,11 +134,11 @@ def _(scene: Scene) -> None:
     batches = [pipeline.MicroBatch(x, x, sp.Sharding.contiguous(x.shape[1], 1)) for x in texts]
     way, mean = on + back, 8 * (scene.size - 1) * (scene.rank == scene.size - 1)
     sent: Book = {"pipeline": (3 * way, 10 * HIDDEN * 4 * way), "broadcast": (1, mean)}
-    with scene.sends(agreements=3, **sent):
+    with scene.sends(agreements=3, more=1, **sent):
         pipeline.loss_and_gradients(model, batches)
     ends = scene.others and scene.rank in (0, scene.size - 1)
     tied: Book = {"tied": (1, VOCAB * HIDDEN * 4)} if ends else {}
-    with scene.sends(agreements=1 if scene.others else 0, **tied):
+    with scene.sends(agreements=int(scene.others), more=0, **tied):
         pipeline.sum_tied_gradients(model)
     assert stages.rank == scene.rank
 
@@ -155,7 +159,7 @@ def _(scene: Scene) -> None:
             gradients.clip_gradient_norm(model.parameters(), 1.0, tensor=tensor)
         agreements = tensor.counters["control"].calls + 1
         parts = {op: sent for op, sent in scene.now.items() if op != "control"}
-        with scene.sends(agreements, **parts):
+        with scene.sends(agreements, more=0, **parts):
             if clips:
                 train.train_step(model, optimizer, [[1] * TOKENS], max_norm=1.0)
             else:
@@ -169,7 +173,7 @@ def _(scene: Scene) -> None:
     for how in ({}, {"recompute": True}, {"offload": True}, {"chunk": TOKENS // 2}, {"chunk": 99}):
         scene.comm.counters.reset()
         train.backward(model, [[1] * TOKENS], **how)
-        sent.append(scene.now)
+        sent.append({op: n for op, n in scene.now.items() if op != "control" or not scene.checks})
     once, twice, offloaded, chunked, whole = sent
     calls, nbytes = (int(number or 0) for number in once["all_reduce"])
     times, each = LAYERS * scene.others, TOKENS * HIDDEN * 4
@@ -194,7 +198,9 @@ def _(scene: Scene) -> None:
         (runs * times, times * length * HIDDEN * 4),
         (1, scene.to_others(5 * VOCAB // scene.size)),
     )
-    with scene.sends(agreements=1, all_reduce=sums, all_gather=logits, broadcast=(4, drawn)):
+    sent: Book = {"all_reduce": sums, "all_gather": logits, "broadcast": (4, drawn)}
+    more = runs * times + (runs * 2 * LAYERS + 1) * scene.others + 4 + 1
+    with scene.sends(agreements=1, more=more, **sent):
         llama.prefill_unequal(model, [[1] * n for n in plan.lengths], plan, pass_tokens=4)
 
 

@@ -45,6 +45,7 @@ OF_DROPOUT: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (sp.ShapeError, "4 positions", {"x": torch.ones(3, 4)}),
     (sp.ShapeError, "2 features", {"features": range(2)}),
     (sp.DtypeError, "int64", {"x": torch.ones(1, 4, 3).long()}),
+    (sp.DtypeError, "x must be a tensor, int was given", {"x": 3}),
 ]
 """Wrong arguments of `dropout`, which are refused in evaluation, too."""
 ROWS: list[Row] = [

@@ -96,6 +96,16 @@ def other(name: str) -> Callable[[Any], Any]:
     return lambda layer: getattr(layer, name).requires_grad_(not getattr(layer, name).requires_grad)
 
 
+def lowered(kind: Any) -> Wrong:
+    """Return a call of a parallel layer, inside autocast on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        with torch.autocast("cpu", torch.bfloat16, enabled=here):
+            return changed(kind, lambda layer: layer, called)(mesh, here)
+
+    return wrong
+
+
 def split(kind: Any, change: Callable[[Any], Any]) -> Wrong:
     """Return a parallel layer made of a linear layer that is changed on the last rank."""
 
@@ -141,6 +151,10 @@ ON_ONE_RANK: Table = {
                 "linear is on the device meta, without values. Load its weights first.",
                 split(kind, on_meta),
             )
+            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
+        },
+        **{
+            f"another autocast of a {kind.__name__}": (MISMATCH, "autocast=", lowered(kind))
             for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
         },
         "a part of a layer that communicates": (

@@ -50,6 +50,13 @@ def merge_with_itself(out: torch.Tensor, lse: torch.Tensor) -> object:
     return sp.merge(out, lse, out, lse)
 
 
+def merged(place: int) -> object:
+    """Call `merge` with a list in place of one of its four tensors."""
+    given: list[Any] = [ONES, ONES[..., 0], ONES, ONES[..., 0]]
+    given[place] = given[place].tolist()
+    return sp.merge(*given)
+
+
 def forward_derivative(q: torch.Tensor) -> object:
     """Call `attend_to_itself` on a dual tensor of forward-mode AD."""
     with forward_ad.dual_level():
@@ -78,6 +85,7 @@ MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
 """Functions that take a model, and further arguments, to be called without a model."""
 ROWS: list[Row] = [
     (TypeError, "chunk='2'", partial(balanced_by, "2")),
+    *((sp.DtypeError, "must be a tensor, list", partial(merged, place)) for place in range(4)),
     (TypeError, "comm=3 was given", partial(cast("Any", sp.Mesh), 3, sp=1)),
     *(
         (TypeError, "an intracommunicator .* neither null nor freed", partial(sp.Mesh, one, sp=1))

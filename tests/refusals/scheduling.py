@@ -17,6 +17,7 @@ from sp_core.scheduling import (
     Work,
     balanced,
     bubble_share,
+    dynamic,
     gpipe,
     one_forward_one_backward,
     picture,
@@ -26,12 +27,58 @@ from sp_core.scheduling import (
 )
 
 NOT_LENGTHS: list[Any] = [-1, math.nan]
+ONE = Work(1, 1)
+PLANNED: dict[str, Any] = {"lengths": (1,), "sharded": (0,), "packed": ((),)}
 DONE = timeline(gpipe(1, 1))
 ROWS: list[Row] = [
     *(
         (sp.ShapeError, "size >= 1", partial(policy, lengths, size, Work(1, 1)))
         for lengths, size in list[Any]([([1], 0), ([-1], 2), ([math.nan], 2), ([1, math.inf], 2)])
         for policy in POLICIES.values()
+    ),
+    *(
+        (TypeError, text, partial(policy, *given))
+        for policy in POLICIES.values()
+        for text, given in list[tuple[str, Any]](
+            [
+                (
+                    r"lengths=\['a'\] was given; pass a list or tuple with the number",
+                    (["a"], 2, ONE),
+                ),
+                ("lengths=3 was given; pass a list", (3, 2, ONE)),
+                ("size='a' was given; pass a whole number", ([1], "a", ONE)),
+                ("size=1.5 was given", ([1], 1.5, ONE)),
+            ]
+        )
+    ),
+    *(
+        (TypeError, text, partial(policy, *given))
+        for policy in (balanced, dynamic)
+        for text, given in list[tuple[str, Any]](
+            [
+                ("work=3 was given; a Work is needed", ([1], 2, 3)),
+                ("tolerance='a' was given; pass a number", ([1], 2, ONE, "a")),
+            ]
+        )
+    ),
+    *(
+        (TypeError, f"{name}=.* was given; pass", partial(Plan, **{**PLANNED, name: wrong}))
+        for name, wrong in list[tuple[str, Any]](
+            [
+                ("lengths", ("a",)),
+                ("lengths", None),
+                ("sharded", 0),
+                ("sharded", ("a",)),
+                ("packed", 1),
+                ("packed", (0,)),
+                ("waiting", None),
+                ("padded_to", "a"),
+            ]
+        )
+    ),
+    *(
+        (TypeError, f"per_{name}='a' was given; pass a number", partial(Work, *numbers))
+        for name, numbers in list[tuple[str, Any]]([("token", ("a", 1)), ("pair", (1, "a"))])
     ),
     (sp.ShapeError, "exactly once", partial(Plan, (3, 4), (0,), ((), (0, 1)))),
     *((sp.ShapeError, "lengths >= 0", partial(Plan, (x,), (), ((0,),))) for x in NOT_LENGTHS),

@@ -1,4 +1,4 @@
-"""List wrong calls of `backward`, and calls of models that one rank has converted."""
+"""List wrong calls of `backward`, of what it calls, and of models that one rank has converted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ import torch
 from refusals.calls import Row, Table, Wrong
 from refusals.kinds import graded
 from refusals.models import CASE
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import sp_core as sp
 from sp_core.llama import Decoder, Llama, generate, prefill_unequal, save
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.llama.train import Step, backward, save_training, train_step
+from sp_core.nn.gradients import Placement, place, reduce_gradients
+from sp_core.nn.loss import next_token_loss
 from sp_core.scheduling import Work, balanced
+
+ROWS = (range(2),), (range(2, 4),)
+OTHER_ROWS = (range(1), range(3, 4)), (range(1, 3),)
+"""For each of two tensor ranks the rows of a weight that it holds."""
 
 
 def learned(call: Callable[[Llama], object]) -> Wrong:
@@ -33,6 +39,18 @@ def learned(call: Callable[[Llama], object]) -> Wrong:
             assert model.norm.weight.grad is before
 
     return learn
+
+
+def held(mesh: sp.Mesh, ranks: tuple[tuple[range, ...], ...]) -> None:
+    """Sum the gradients of a weight of which each tensor rank holds some of 4 rows."""
+    weight = place(nn.Parameter(torch.ones(2, 2)), Placement((4, 2), 0, ranks))
+    reduce_gradients([weight], data=mesh["ring"], tensor=mesh["ulysses"])
+
+
+def lost(mesh: sp.Mesh, here: bool) -> Tensor:
+    """Compute the loss of logits that require a gradient."""
+    x, labels = torch.ones(1, 3, 2, requires_grad=True), torch.zeros(1, 3, dtype=torch.int64)
+    return next_token_loss(x, labels, tensor=mesh["ulysses"], data=mesh["ring"])
 
 
 def short(number: int, size: int) -> sp.Sharding:
@@ -261,6 +279,18 @@ ON_ONE_RANK: Table = {
             sp.ShapeError,
             "split over 2 stages",
             lambda mesh, here: stepped(CASE.model(mesh)),
+        ),
+    },
+    "ring ulysses": {
+        "gradients of other rows": (
+            sp.CollectiveMismatch,
+            "(range(0, 1), range(3, 4))",
+            lambda mesh, here: held(mesh, OTHER_ROWS if here else ROWS),
+        ),
+        "a loss without a gradient": (
+            sp.CollectiveMismatch,
+            "requires_grad=(False, False)",
+            graded(lost),
         ),
     },
 }
