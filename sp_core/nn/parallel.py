@@ -221,9 +221,8 @@ class _ParallelLinear(Weight):
         arguments.check_communicator(comm)
         cut = make_alike(comm, partial(_sizes_and_call, type(self), linear, comm, sharding, sizes))
         held = tuple((range(start, stop),) for start, stop in pairwise(accumulate(cut, initial=0)))
-        super().__init__(
-            Placement(tuple(linear.weight.shape), self.split_dim, held), comm, linear.weight.dtype
-        )
+        placement = Placement(tuple(linear.weight.shape), self.split_dim, held)
+        super().__init__(placement, comm, linear.weight.dtype)
         self.sizes, self.lengths = cut, None if sharding is None else sharding.lengths
         if linear.bias is not None:
             whole = Placement.replicated(linear.bias.shape, comm.size)
@@ -304,9 +303,8 @@ class _ParallelLinear(Weight):
             self._check_parts(SUMMABLE)
             arguments.check_kept(x, *self.parameters())
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
-            learns = [each.requires_grad for each in (x, *self.parameters())]
-            grad, lower = (torch.is_grad_enabled(), *learns), autocast_dtype(x.device)
-            more = f"requires_grad={grad}, autocast={lower}"
+            grad = torch.is_grad_enabled(), *(w.requires_grad for w in (x, *self.parameters()))
+            more = f"requires_grad={grad}, autocast={autocast_dtype(x.device)}"
             return f"{kind}({shape}, {x.dtype}, {more}) on {self.comm.name}"
 
         self.comm.agree_on(call)
