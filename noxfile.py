@@ -4,8 +4,6 @@ Sessions share one environment for each MPI, `.nox/tests-mpi-openmpi` and `.nox/
 Those that need other projects' attention libraries share `.nox/peers-mpi-...`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -3,8 +3,6 @@
 `python -m benchmarks NAME --help` lists the arguments.
 """
 
-from __future__ import annotations
-
 import argparse
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """Read text that is on every machine: the source of Python's library."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from functools import cache

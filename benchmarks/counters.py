@@ -5,8 +5,6 @@ runs it both ways). A change that alters a number must also alter the table, by 
 reviewer sees it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

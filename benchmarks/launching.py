@@ -1,7 +1,5 @@
 """Start the ranks of one measurement under a launcher, and return their record."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Check options while they are parsed: types for `ArgumentParser.add_argument`."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable

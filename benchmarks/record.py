@@ -4,8 +4,6 @@ A record is on the disk as soon as its case is done. A case that fails has a rec
 a case that was not reached because its launch ended early.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -5,8 +5,6 @@ checked like hostile input, by msgspec. Written records are checked in the same 
 written that cannot be read.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os

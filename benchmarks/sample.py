@@ -5,8 +5,6 @@ disagree, and one of them waits for ever in a collective that the others do not 
 ranks run a few pilot steps. Rank 0 chooses the numbers from their times, and broadcasts them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

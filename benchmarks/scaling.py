@@ -4,8 +4,6 @@ For each P the ranks run in a job of their own. The output, and with `--backward
 the input, are first compared with a single device's. A wrong result is a failure, not a row.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

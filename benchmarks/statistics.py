@@ -4,8 +4,6 @@ The interval goes from the k-th smallest value to the k-th largest. It misses th
 often as that many throws of a coin give fewer than k heads, or fewer than k tails.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import statistics

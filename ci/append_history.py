@@ -9,8 +9,6 @@ Records that the branch has already are not added again. The branch has one file
 refuse large ones. With GITHUB_TOKEN and GITHUB_SERVER_URL set, that token pushes.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re

@@ -7,8 +7,6 @@ which omits torch and NumPy if they are borrowed. All packages in the folder of 
 can then be imported; the environment's own packages take precedence.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

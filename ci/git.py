@@ -1,7 +1,5 @@
 """Run git as a function. If git fails, the error has the text that git printed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

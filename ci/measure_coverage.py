@@ -4,8 +4,6 @@ Prints the table and writes reports/coverage.xml, even if tests fail; then the e
 lines that a killed rank reached are not counted.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -9,8 +9,6 @@ git and the right to push. Exit code: 0 pushed or nothing to do, 1 refused, 2 wr
 failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -3,8 +3,6 @@
 A summary that is too long would be dropped as a whole, so a long file is cut and says so.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ the versions that this environment has installed for the tests and benchmarks, w
 need. Torch and NumPy are left out, with all that only they need.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

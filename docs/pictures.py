@@ -1,7 +1,5 @@
 """Draw the pictures of the concepts from the library itself, when the documentation is built."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

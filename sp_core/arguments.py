@@ -5,8 +5,6 @@
 `Communicator.agree_on`, so that an error on one rank is raised on all ranks.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

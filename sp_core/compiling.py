@@ -1,7 +1,5 @@
 """Keep `torch.compile` out of functions that communicate: it cannot trace MPI calls."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import suppress

@@ -5,8 +5,6 @@ List everything that is broken, with a remedy.
 Run it by itself, or on several ranks: `mpiexec -n 4 python -m sp_core doctor`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import functools

@@ -1,7 +1,5 @@
 """Define the exceptions: each is a subclass of the builtin that a caller would catch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from os.path import commonprefix
 from typing import NoReturn, Self

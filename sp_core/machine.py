@@ -1,7 +1,5 @@
 """Read facts about this machine from the operating system, and run programs with a time limit."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

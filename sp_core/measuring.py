@@ -11,8 +11,6 @@ by themselves, for predictions for any number of ranks and nodes. Whole collecti
 the given ranks, to correct these predictions.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

@@ -6,8 +6,6 @@ observer of a communicator, or one that ignores everything. The transports and a
 library call its methods.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

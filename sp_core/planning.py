@@ -26,8 +26,6 @@ alpha + beta n. The bytes and messages are those of `sp_core.cost`, which
 counts no messages for a collective of the MPI library.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

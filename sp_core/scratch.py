@@ -6,8 +6,6 @@ Source: fresh pages are written at about a tenth of the speed of used ones, beca
 clears each of them first.
 """
 
-from __future__ import annotations
-
 from threading import Lock
 
 import torch

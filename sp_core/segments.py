@@ -1,7 +1,5 @@
 """Cut lengths and positions into ranges, of equal length or of equal work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise, starmap
 from typing import TypeVar

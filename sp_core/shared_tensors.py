@@ -10,8 +10,6 @@ Every rank makes these calls:
     sp.fence(comm=comm)                             now each rank may write into x again
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import cast

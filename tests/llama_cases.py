@@ -1,7 +1,5 @@
 """Make small LLaMA models with random weights, on every mesh of up to four ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

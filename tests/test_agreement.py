@@ -1,7 +1,5 @@
 """Test the errors of ranks whose calls differ or fail, word by word."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from threading import Thread, current_thread
 from typing import Any

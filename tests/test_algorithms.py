@@ -1,7 +1,5 @@
 """Run every algorithm: its result is bitwise that of its schedule, and its traffic is its cost."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from functools import partial

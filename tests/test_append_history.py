@@ -3,8 +3,6 @@
 A bare repository stands in for the server.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

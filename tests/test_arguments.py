@@ -1,7 +1,5 @@
 """Test which values an argument accepts, by its name, and the errors for other values."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

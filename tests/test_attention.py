@@ -1,7 +1,5 @@
 """Test attention on one device: the dense reference, merging, and what the kernels are given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial

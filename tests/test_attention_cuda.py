@@ -3,8 +3,6 @@
 No GPU is needed: tensors are on the meta device.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Together the tiles cover every visible pair of query and key once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial

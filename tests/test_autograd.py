@@ -1,7 +1,5 @@
 """Test the derivatives of every collective, as a map from all shards to all outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Test the benchmark harness: ranks take the same number of steps, and no record is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import pkgutil

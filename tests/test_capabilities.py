@@ -1,7 +1,5 @@
 """Test that the documented table of what each scheme can do is true."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Workflows run nox sessions, and only some may write, publish or use a GPU. `nox 
 zizmor check rights, triggers, pinned actions and injected expressions.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

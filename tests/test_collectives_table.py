@@ -1,7 +1,5 @@
 """Test the table of collectives: which targets are reached, and how much time "auto" loses."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Worktrees, launches, options and interruptions are tested, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Test the decision rule: its exact error rates, its symmetry, and that its self-test can fail."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Test that a program under `torch.compile` computes what it computes without."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

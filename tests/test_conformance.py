@@ -1,7 +1,5 @@
 """Test `conformance`: the stand-in is exact, a right library passes, a wrong one does not."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

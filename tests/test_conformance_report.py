@@ -1,7 +1,5 @@
 """Test `conformance`: its launches, the scripts that repeat a failure, and the report."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pkgutil

@@ -1,7 +1,5 @@
 """Test the contests of growth, packed documents and balance: their figures, and when they fail."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

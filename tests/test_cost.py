@@ -1,7 +1,5 @@
 """Compare the formulas of `cost` with numbers that were counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test that the table of counters is exact, and that one more message, call or tensor is found."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Any

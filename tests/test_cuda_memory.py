@@ -1,7 +1,5 @@
 """Test the calls of the CUDA runtime for shared memory, with a simulated runtime on the host."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

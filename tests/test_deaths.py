@@ -3,8 +3,6 @@
 A launch that ended as it should has no fault. Everything that is missing is a fault.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Test that calls which differ between ranks give their result, or one error on all ranks."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

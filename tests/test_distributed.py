@@ -1,7 +1,5 @@
 """Test process groups of torch.distributed: making them, sending, and finding lost ranks."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

@@ -1,7 +1,5 @@
 """Test the documentation: it has every public name, and tests run every program in it."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Test `python -m sp_core doctor`, which reports what works, and a remedy for what does not."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Test every public call over its declared domain: each part of each parameter is drawn."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

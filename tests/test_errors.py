@@ -4,8 +4,6 @@
 that are only wrong together, and calls that only one rank makes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Test that the example project passes, and that a planted bug is reported as its README shows."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Test that the programs in `examples/` run on 1, 2 and 4 ranks, with the same results."""
 
-from __future__ import annotations
-
 import math
 from importlib import import_module
 from pathlib import Path

@@ -3,8 +3,6 @@
 `nox -s deaths` tries every place of an error with every launcher. Here is a sample.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

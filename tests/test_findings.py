@@ -1,7 +1,5 @@
 """Test the doctor's findings: every line of its report, with status and remedy."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Test ci/gpu.sh, the tests on a device and the wheels, with a shell script in place of Python."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test the table of AllGather on a shared GPU: its measurements, and which targets are reached."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Test history and plots: changes are found, noise is not, and plots are right and legible."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain

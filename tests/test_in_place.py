@@ -1,7 +1,5 @@
 """Test keys, values and gradient sums in shared memory: no message, no early read or write."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

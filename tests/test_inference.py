@@ -1,7 +1,5 @@
 """Test the commands of LLaMA on one rank: starting ranks, reading prompts, printing, ending."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Test that the kit's helpers for gradients of collectives find wrong gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

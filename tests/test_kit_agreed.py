@@ -1,7 +1,5 @@
 """Test how the sessions of all ranks become one; the values of other ranks are simulated."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Generator

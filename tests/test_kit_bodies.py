@@ -3,8 +3,6 @@
 On ranks other than 0 the text of a failure has one line.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 from unittest import SkipTest
 

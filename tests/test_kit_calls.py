@@ -3,8 +3,6 @@
 Each call is known, and ranks whose calls differ get an error on all ranks.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

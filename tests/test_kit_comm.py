@@ -3,8 +3,6 @@
 Calls and requests do what the MPI standard says.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Test the command of a launch without a launch: its programs, arguments and signals."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Test parts of the launcher without a launch: what ranks leave, and the first death."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

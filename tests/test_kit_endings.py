@@ -1,7 +1,5 @@
 """Test when a launch is ended, its report and its exit code, without a process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

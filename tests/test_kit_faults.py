@@ -3,8 +3,6 @@
 On ranks other than 0 the text of a failure has one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 One process describes the calls of all ranks, and moves their data by the descriptions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any

@@ -3,8 +3,6 @@
 It does the same as torch's group, but ranks that disagree get an error, not a deadlock.
 """
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import tempfile

@@ -3,8 +3,6 @@
 A launch makes one report for all ranks, and ends in bounded time whatever happens to a rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

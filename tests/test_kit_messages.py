@@ -1,7 +1,5 @@
 """Test messages on the checked communicator: they give what they give in mpi4py, or an error."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import time

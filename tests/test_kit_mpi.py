@@ -1,7 +1,5 @@
 """Test calls that only ranks under mpiexec have: they do what they do in mpi4py."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import pickle

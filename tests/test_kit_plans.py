@@ -1,7 +1,5 @@
 """Test how examples are chosen, run once more, and told of."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable

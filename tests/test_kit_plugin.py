@@ -1,7 +1,5 @@
 """Test the hooks of the pytest plugin, each by itself."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

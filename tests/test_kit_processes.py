@@ -1,7 +1,5 @@
 """Test which processes and files of the system belong to a launch, and how a process has ended."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

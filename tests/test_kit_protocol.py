@@ -1,7 +1,5 @@
 """Test the protocol without sending: decisions from the ranks' records, outcomes and deadlocks."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Test what the tests of a session share: counts, remarks, profiles, and the device of a rank."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -3,8 +3,6 @@
 The results that are kept of a lost launch are tested, too.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Rank 0 is its own neighbour several times, so one process sends blocks to several ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from array import array

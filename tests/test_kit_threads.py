@@ -1,7 +1,5 @@
 """Test ranks as threads: transfers happen in the worst order, and no rank waits for ever."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

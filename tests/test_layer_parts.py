@@ -1,7 +1,5 @@
 """Test layers whose weights or parts were replaced, by a program or by torch itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

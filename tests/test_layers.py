@@ -1,7 +1,5 @@
 """Test copies of layers and sums of gradients. `domains/` judges what layers compute."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Test the structure of the package: who imports whom, what importing loads, how long files are."""
 
-from __future__ import annotations
-
 import ast
 import statistics
 import subprocess

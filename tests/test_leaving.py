@@ -1,7 +1,5 @@
 """Test that an error which leaves a mesh on one rank ends the waits of the other ranks."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Test the model of a link: when messages arrive by the test's clock, and what it refuses."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest.mock import Mock

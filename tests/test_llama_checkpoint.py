@@ -3,8 +3,6 @@
 A broken folder raises the same error on every rank.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import tempfile

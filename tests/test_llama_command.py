@@ -3,8 +3,6 @@
 The text is the same for any number of ranks. A mistake is reported in one line.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 `domains/decoding.py` judges what decoders compute.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Test which paths and files of a model folder are used, and what numbers and nulls in it mean."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Test how the next token is chosen: from logits of any kind, and alike on all ranks."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial

@@ -1,7 +1,5 @@
 """Test chat templates, tokens that become text, and tokenizers of model folders."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from datetime import UTC, datetime

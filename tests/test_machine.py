@@ -1,7 +1,5 @@
 """Test facts about a machine, and programs with a time limit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

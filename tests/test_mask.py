@@ -3,8 +3,6 @@
 The blocks of a plan hold exactly the pairs that the mask's definition allows, each pair once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """Test how a machine's constants are measured: collectives, their preparation, slow rounds."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime

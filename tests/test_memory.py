@@ -1,7 +1,5 @@
 """Test that the memory of a backward and of a ring grows with a rank's tokens, not with all."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace

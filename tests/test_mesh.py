@@ -1,7 +1,5 @@
 """Test meshes and their communicators, from the time they are made until they are freed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ It fails if a test ends differently on checked communicators, except for tests t
 test that fails on plain communicators as well is no error.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

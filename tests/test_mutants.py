@@ -1,7 +1,5 @@
 """Test the catalogue of planted faults: it covers every known bug, and each trial has a verdict."""
 
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import replace

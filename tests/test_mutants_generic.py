@@ -1,7 +1,5 @@
 """Test wrong edits: operators, the sample, the tests that reach an edit, a trial, the report."""
 
-from __future__ import annotations
-
 import ast
 import random
 import re

@@ -1,7 +1,5 @@
 """Test the emulated hosts, how MPIs are started on them, and the verdicts on the rows."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

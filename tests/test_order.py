@@ -1,7 +1,5 @@
 """Test ranks that wait, or go backward, in different orders: all get results, or one error."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref

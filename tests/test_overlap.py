@@ -1,7 +1,5 @@
 """Test that on every rank the next piece travels while the present one is computed."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Test the contest of peers: wrong contestants get no time, and complete launches are kept."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

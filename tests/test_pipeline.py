@@ -3,8 +3,6 @@
 `domains/` judges what pipelines and plans compute.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Test `sp-core plan` and the command line. Projections send what `cost` says."""
 
-from __future__ import annotations
-
 import errno
 import re
 import subprocess

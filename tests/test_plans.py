@@ -1,7 +1,5 @@
 """Test the choice of algorithms, several collectives under way, polling, and memory of plans."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

@@ -1,7 +1,5 @@
 """Test laws that docstrings promise, each for every public function that promises it."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable

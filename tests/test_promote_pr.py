@@ -1,7 +1,5 @@
 """Test the script that lets reviewed pull requests run on GPUs. A bare repository is the server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Test which ranks see which blocks, and how far a block travels, by the mask's definition."""
 
-from __future__ import annotations
-
 from itertools import product
 from random import Random
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Test that the program in the README runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Test benchmark records: what is written can be read, and a bad line spoils no other line."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

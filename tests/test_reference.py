@@ -1,7 +1,5 @@
 """Test the oracle and the tolerance: compute numbers in two ways, and make comparisons fail."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from itertools import product

@@ -1,7 +1,5 @@
 """Test reports: numbers come from records, foreign text stays text, broken files are named."""
 
-from __future__ import annotations
-
 import io
 import statistics
 import sys

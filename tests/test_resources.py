@@ -1,7 +1,5 @@
 """Test that public calls leave memory, mappings, descriptors, threads and caches as they were."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import itertools

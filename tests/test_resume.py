@@ -1,7 +1,5 @@
 """Test a training that stops on one mesh and resumes on another: its bits and its losses."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

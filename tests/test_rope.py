@@ -1,7 +1,5 @@
 """Test the rotary embedding: frequencies and amplitudes of every scaling are the oracle's."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

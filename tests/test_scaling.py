@@ -1,7 +1,5 @@
 """Test the scaling experiment: its check of results, its reports of failures, its files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

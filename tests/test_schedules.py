@@ -1,7 +1,5 @@
 """Test that schedules count each contribution once, without conflicts and deadlocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Test laws between the results of schemes. They need no reference."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test every scheme against the dense reference: any mask, layout, heads, dtype and ranks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

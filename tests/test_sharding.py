@@ -1,7 +1,5 @@
 """Test shardings: views of consecutive tokens, even work, chunks and fingerprints."""
 
-from __future__ import annotations
-
 import pickle
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Test the scripts in ci/ for Slurm, with shell scripts in place of sbatch and srun."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

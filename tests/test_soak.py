@@ -1,7 +1,5 @@
 """Test the repeated suite: it names the seed of a failure and resumes after an interruption."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 `nox -s torchrun` runs the whole files on 2, 3 and 4 processes. This file runs a sample of each.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

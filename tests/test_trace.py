@@ -1,7 +1,5 @@
 """Test the trace of a step: spans of all ranks by one clock, communication with its bytes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test that ranks that disagree train nothing, and that samples between steps change nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

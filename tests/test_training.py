@@ -3,8 +3,6 @@
 Runs over ranks are compared with runs of one rank. The comparison finds all planted faults.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock

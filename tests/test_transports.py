@@ -1,7 +1,5 @@
 """Test transports that need hardware, on stand-ins that do everything as late as possible."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from fractions import Fraction

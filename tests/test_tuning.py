@@ -1,7 +1,5 @@
 """Test the model of collectives' times, and the choice of algorithms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

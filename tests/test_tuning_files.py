@@ -1,7 +1,5 @@
 """Test files of measured constants: how they are found, written, read and refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

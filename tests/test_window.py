@@ -1,7 +1,5 @@
 """Test collectives in shared memory, tensors read in place, and machines without such memory."""
 
-from __future__ import annotations
-
 import errno
 import math
 import mmap

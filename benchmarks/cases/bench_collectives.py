@@ -5,8 +5,6 @@ added there is timed without a change here. `elements` is the size of the larges
 in the call: the result of an all-gather, the input of a reduce-scatter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Time a transformer block under every scheme, and Megatron's pair of parallel linear layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

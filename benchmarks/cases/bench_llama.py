@@ -4,8 +4,6 @@ The ratio of a case's times on two numbers of ranks is the gain of tensor parall
 two algorithms on the same ranks is the effect of the algorithm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

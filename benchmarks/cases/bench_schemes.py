@@ -3,8 +3,6 @@
 A scheme that is added to the library is timed without a change here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast

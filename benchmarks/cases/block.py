@@ -4,8 +4,6 @@ The single device computes in plain torch, with nothing of sp_core. Shapes: B ba
 queries, E model dim, H heads, K key/value heads, D head dim.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

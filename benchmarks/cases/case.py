@@ -1,7 +1,5 @@
 """Measure a case: make its mesh, run one rank's work, and return the parts of its record."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

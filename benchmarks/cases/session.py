@@ -1,7 +1,5 @@
 """Run pytest-benchmark under mpiexec: rank 0 keeps results, all ranks learn how a case ended."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

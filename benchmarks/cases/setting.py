@@ -5,8 +5,6 @@ calls this in a separate process, because the library to measure need not be the
 would import.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import sys

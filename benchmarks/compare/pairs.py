@@ -1,7 +1,5 @@
 """Turn records into a result: check the pairs of launches, and judge each case."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import statistics

@@ -5,8 +5,6 @@ log(head / base). If nothing has changed, d is as likely above zero as below, ho
 speed drifts. So the number of slower pairs is distributed like the heads of as many coin throws.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

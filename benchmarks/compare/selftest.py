@@ -6,8 +6,6 @@ are quiet enough, and nothing else. The change is made in the worktree, so that 
 has no switch for it.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

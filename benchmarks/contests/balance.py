@@ -6,8 +6,6 @@ code: 0 if every policy computed the right logits and the balanced one's counted
 max/mean below 1.05; 1 if not, or if a launch failed; 2 for options that cannot be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Run contests: launches are data, and options, files, resuming and tables are the same for all."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ forward and backward are timed. Each of ours is checked against one process befo
 code: 0 if all were right and every bound is met, else 1; 2 for options that cannot be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence

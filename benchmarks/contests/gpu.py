@@ -6,8 +6,6 @@ the cost of sharing one GPU for a computation that sends nothing. Exit code: 0 w
 if a result was wrong or a launch failed, 2 for options that cannot be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ logarithms. Exit code: 0 if every exponent and bound is met, 1 if one is not or 
 for options that cannot be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

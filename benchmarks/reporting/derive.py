@@ -1,7 +1,5 @@
 """Derive numbers from records that were read: speed-up, efficiency, bandwidth, shares."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

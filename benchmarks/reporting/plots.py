@@ -1,7 +1,5 @@
 """Draw one run: time and efficiency against ranks, bandwidth, and where a step's time goes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

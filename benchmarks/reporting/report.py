@@ -5,8 +5,6 @@ history.md, history.html and history.png, and print them. Runs are ordered by th
 with the time; records that cannot be compared with the newest run are named and left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Make tables of plain text, which Markdown, HTML and a terminal of any width show alike."""
 
-from __future__ import annotations
-
 import math
 import sys
 import unicodedata

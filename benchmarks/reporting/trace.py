@@ -3,8 +3,6 @@
 Perfetto shows the trace. It names every communication. All times are by rank 0's clock.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

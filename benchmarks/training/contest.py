@@ -4,8 +4,6 @@ Exit code: 0 if every mesh has learned what one rank has, 1 if one has not or a 
 options that cannot be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence

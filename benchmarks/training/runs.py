@@ -6,8 +6,6 @@ place. Training amplifies every difference, and a mesh adds in a different order
 be as far away as those of such a run, within a factor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import random

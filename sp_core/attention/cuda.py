@@ -4,8 +4,6 @@ The rest of the package calls `forward` and `backward` for one block of attentio
 and `sequences_backward` for many blocks at once. Shapes as in `sp_core.attention`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate

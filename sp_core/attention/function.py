@@ -4,8 +4,6 @@
 arguments, `exact` and `differentiable_once` for their own autograd functions.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, Unpack

@@ -21,8 +21,6 @@ Facts about the fused kernels of torch 2.13 that the rest of the package relies 
   if it lay in memory as (B, S, H, D).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ A partial result is out (..., Sq, D) and lse (..., Sq), the log-sum-exp of each 
 query that saw no key has out = 0 and lse = -inf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

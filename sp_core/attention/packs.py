@@ -11,8 +11,6 @@ A row of a tile (for a query) or a column (for a key) is called a slot. Slots of
 are numbered one after the other. Some slots at the end of a tile stay empty.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache

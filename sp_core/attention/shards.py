@@ -5,8 +5,6 @@ the mask, compute each block (many small ones in a pack, see `packs`), and merge
 communication. Shapes as in `sp_core.attention`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

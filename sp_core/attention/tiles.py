@@ -15,8 +15,6 @@ tiles, whose keys stay in the cache, and also cuts full blocks. `rows` cuts full
 forward, for communication between tiles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor

@@ -16,8 +16,6 @@ collective counts.
 The functions whose names end in `_start` return at once with a `Pending`.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from sp_core.collectives.build import Sizes

@@ -6,8 +6,6 @@ reason is that two functions with the same map may differ in their backward, and
 match a blocking collective with a non-blocking one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

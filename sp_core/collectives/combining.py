@@ -3,8 +3,6 @@
 `rewritten` says before which step the sends of a step must have completed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -23,8 +23,6 @@ on every rank. So the collectives of a backward run in the same order on all ran
 order each rank waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Prepare a collective on one tensor to run it many times (`plan`), or sum in place."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn

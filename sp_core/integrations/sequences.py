@@ -1,7 +1,5 @@
 """Read documents and padding from whole sequences, and shorten tensors to texts to compare."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any

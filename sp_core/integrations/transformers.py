@@ -9,8 +9,6 @@ own tokens. Shapes: B batch, S sequence, P ranks that share a sequence, H heads,
 vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -7,8 +7,6 @@ and the last place it noted. In a test session the report also names the example
 All ranks run on this machine: start programs on several nodes with mpiexec or srun directly.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

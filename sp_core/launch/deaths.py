@@ -5,8 +5,6 @@
 dump is the text that `faulthandler` writes; owners of files are explained there, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

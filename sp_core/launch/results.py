@@ -5,8 +5,6 @@ launcher, `told` lists these results and `write_junit` makes a JUnit file of the
 library is imported.
 """
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ET
 from collections import Counter

@@ -12,8 +12,6 @@ Places are source lines. Every source file has an owner: "kit" (`sp_core.launch`
 Cython) or "test" (every other file).
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import functools

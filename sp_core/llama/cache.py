@@ -7,8 +7,6 @@ follow from positions alone. The room of a sequence is the number of tokens that
 Shapes: S new tokens, K key/value heads, D head dim, P sequence ranks, T tensor ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice

@@ -6,8 +6,6 @@ heads, K key/value heads, V vocabulary, P sequence ranks, T tensor ranks. TP-SP:
 products with split weights each tensor rank has only some of the tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -12,8 +12,6 @@ To train, call `loss_and_gradients` with `MicroBatch`es, then `reduce_gradients`
 Shapes: B sequences of a micro-batch, S tokens, E model dim, P sequence ranks, T tensor ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Collect the state that `save_training` writes beside the weights; read it in `load_training`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from copy import copy

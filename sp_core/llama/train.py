@@ -9,8 +9,6 @@
     training.json                  all else: step, numbers, names of parameters, random state
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

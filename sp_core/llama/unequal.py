@@ -11,8 +11,6 @@ apart as documents. A row has up to `PASS_TOKENS` tokens, or one longer sequence
 Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T tensor ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from typing import cast

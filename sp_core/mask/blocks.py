@@ -5,8 +5,6 @@ which need a mask, are kept thin. An index is the place of a token in its shard:
 a key. A band lo <= i - j <= hi is the visible pairs between two runs (`runs`) of equal step.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache

@@ -5,8 +5,6 @@ Boundaries of documents are a tuple of positions 0 = b0 <= b1 <= ... <= bn: docu
 positions b_i to b_(i+1) - 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A run is a non-empty range of positions with a constant step of at least 1. A sh
 usually has a few runs. An index is the place of a token in its shard, from 0 on.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -5,8 +5,6 @@ key/value heads, D head dim, P ranks. (B, S or S/P, E) is (B, S/P, E) with `leng
 tokens S/P of each rank, else (B, S, E).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

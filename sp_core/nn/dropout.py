@@ -5,8 +5,6 @@ There is no random state and no communication. Ranks that hold the same token dr
 elements, a recomputed forward drops them again, and one device drops what many ranks drop.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

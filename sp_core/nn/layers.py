@@ -9,8 +9,6 @@ Shapes: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/val
 dim, P ranks; S/P stands for this rank's tokens, also if the ranks have unequal numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any

@@ -10,8 +10,6 @@ Shapes: B batch, S sequence, E model dim, V vocabulary, P ranks that share a seq
 split the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Save memory for activations: compute in parts, and compute again in the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, cast

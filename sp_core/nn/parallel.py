@@ -12,8 +12,6 @@ Shapes: B batch, S tokens, E model dim, V vocabulary, P ranks; `/P` is this rank
 be uneven. (B, S or S/P, E) is (B, S/P, E) with `lengths`, else (B, S, E).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

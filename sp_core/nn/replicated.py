@@ -5,8 +5,6 @@ covers only these. The backward sums gradients over the ranks: after `loss.backw
 every rank holds the gradient of the sum of all ranks' losses, and equal weights stay equal.
 """
 
-from __future__ import annotations
-
 from typing import cast
 from zlib import crc32
 

@@ -4,8 +4,6 @@
 is the dims i and i + head_dim / 2. Nothing here communicates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -63,8 +63,6 @@ algorithms for all-to-all communications in multiport message-passing systems", 
 section 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from sp_core.schedules.program import (

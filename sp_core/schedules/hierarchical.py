@@ -25,8 +25,6 @@ Source: Träff and Hunold, "Decomposing MPI collectives for exploiting multi-lan
 IEEE Cluster 2020: the full-lane all-reduce.
 """
 
-from __future__ import annotations
-
 from sp_core.schedules.program import (
     Combine,
     Message,

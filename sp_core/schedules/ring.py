@@ -56,8 +56,6 @@ Rabenseifner and Gropp, "Optimization of collective communication operations in 
 (2005), sections 4.3 and 4.4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

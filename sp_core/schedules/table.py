@@ -4,8 +4,6 @@
 names that callers pass as `algorithm=`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache

@@ -35,8 +35,6 @@ slots as in Graham and Shipman, "MPI support for multi-core architectures: optim
 collectives", EuroPVM/MPI 2008.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -10,8 +10,6 @@ slot is the forward (F) or the backward (B) of one micro-batch on one stage. For
 computes from these when each slot starts and ends. Times are in the unit of its argument `seconds`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

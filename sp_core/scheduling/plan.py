@@ -6,8 +6,6 @@ the lengths. `balanced` and `dynamic` give all ranks about the same work; `conti
 operations of a rank. Everything is local and deterministic: equal arguments give equal plans.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_left

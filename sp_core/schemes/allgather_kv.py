@@ -8,8 +8,6 @@ group, it gathers the next. The backward gathers again, so a layer saves only it
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Unpack
 

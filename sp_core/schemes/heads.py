@@ -4,8 +4,6 @@
 H / K query heads. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

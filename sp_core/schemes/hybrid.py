@@ -9,8 +9,6 @@ S sequence, H heads, K key/value heads, D head dim, R ranks along the ring axis 
 Ulysses axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -16,8 +16,6 @@ messages by token, and matrix products of other strides may round differently.
 Shapes: B batch, S sequence, K key/value heads, D head dim, P ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -11,8 +11,6 @@ backward the scheme makes the same visits, and sums the gradients of each block 
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

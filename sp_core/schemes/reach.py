@@ -12,8 +12,6 @@ owners comes last around the ring is a range predecessor query, answered by a wa
 Source: Claude, Navarro and Ordonez 2015, The wavelet matrix, Information Systems 47.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -13,8 +13,6 @@ Ranks that share memory send no messages: in step s they read block j in its own
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 from typing import Unpack

@@ -11,8 +11,6 @@ the order of an all-gather, `sharding.group([range(P)])`. For the backward, `gat
 only x, not the gathered tokens. Shapes: B batch, S sequence, E and F features, P ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce

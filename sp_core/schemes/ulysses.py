@@ -10,8 +10,6 @@ the gradients of all copies of the head. Shapes: B batch, S sequence, H heads, K
 head dim, P ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Unpack

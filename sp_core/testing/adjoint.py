@@ -4,8 +4,6 @@
 derivatives of any order with finite differences.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast

@@ -4,8 +4,6 @@ Every rank runs pytest. The ranks check that they have collected the same tests,
 outcomes of each test. Only rank 0 writes reports.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -6,8 +6,6 @@ is complete when all ranks have. Steps are a generator that yields while it wait
 threads find a deadlock at once, when every rank waits or has ended.
 """
 
-from __future__ import annotations
-
 import pickle
 import threading
 import time

@@ -3,8 +3,6 @@
 The check precedes each call; it is in `lockstep`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self

@@ -5,8 +5,6 @@ when the body returns or raises. Before each collective a rank announces its cal
 of the call to the other ranks, which compare the records (see `lockstep`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator

@@ -7,8 +7,6 @@ separate engines would draw different examples. There `control` is a carrier tha
 between all ranks of the launch.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Count the bytes of tensors that are alive on a CPU, where torch keeps no such count."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -8,8 +8,6 @@ outcome depends on the example alone, and Hypothesis can shrink it. A rank annou
 record. For steps and tickets see `carriers`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

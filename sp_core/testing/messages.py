@@ -4,8 +4,6 @@ Waits poll outside MPI. Each message is counted, and the counts are compared at 
 example.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator

@@ -4,8 +4,6 @@
 one error.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import traceback

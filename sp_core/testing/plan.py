@@ -4,8 +4,6 @@ An example is one choice of ranks and arguments for the body. `search` has Hypot
 `sweep` makes one for each number of ranks, and `feed` receives them from another process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -4,8 +4,6 @@ It works beside pytest-mpi. Without `--with-mpi`, if no test uses `given` or `sp
 and imports nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import pickle

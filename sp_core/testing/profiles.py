@@ -13,8 +13,6 @@ tell which values of a profile or of `@settings` were given. So without SP_PROFI
 Hypothesis' own default counts as not given, such as `@settings(max_examples=100)`.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -5,8 +5,6 @@ mpi4py waits inside MPI, where nothing can wake a rank. `install` replaces `MPI.
 are handed on to mpi4py. `say` prints the calls that are not checked between ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Run a body on ranks that are threads: `run_threads`, and `run_ranks` for `given`."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

@@ -7,8 +7,6 @@ test under mpiexec. When the launch dies or hangs, the example has failed, and t
 a new launch.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import subprocess

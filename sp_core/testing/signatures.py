@@ -4,8 +4,6 @@
 move the data between ranks that are threads.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter

@@ -4,8 +4,6 @@ A specification is a buffer, or a list such as [buffer, counts, displacements, d
 returns how many elements of which type go to each rank, and from where.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ message can come, no rank can ever go on. The time after which a rank begins an 
 only when a deadlock is found.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

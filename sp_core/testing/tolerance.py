@@ -12,8 +12,6 @@ and their roundings do not. Such a logit carries an error of u_acc L into the ex
 terms of one sign carries up to u_acc n. The two errors add up; they do not multiply.
 """
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal
 

@@ -6,8 +6,6 @@ Only this package touches MPI buffers or copies between device and host. A `Mesh
 tensors. A window (`Window`) is memory that all ranks of one machine map.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ A transfer is a collective or a set of point-to-point messages that a rank has b
 says when it is complete. `wait` waits for a handle.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ Source: CUDA runtime API, "Memory Management" and "Device Management" (cudaIpcGe
 cudaIpcOpenMemHandle).
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -6,8 +6,6 @@ process at the first access. So `no_device_memory` first tries the library in a 
 `DeviceTransport` is the transport.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -12,8 +12,6 @@ Messages that each rank posts when it is ready (`post`) go through another trans
 match them by their order alone, and gloo cannot say whether a message is complete.
 """
 
-from __future__ import annotations
-
 import platform
 import socket
 import threading

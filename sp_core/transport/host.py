@@ -6,8 +6,6 @@ bytes. Types that MPI cannot sum are summed in float32 and rounded once. `OverHo
 transports that send through another transport. `MpiCounter` hands out numbers to the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast

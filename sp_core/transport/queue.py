@@ -1,7 +1,5 @@
 """Advance transfers that copy between a device and the host in the order in which they began."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from threading import Lock

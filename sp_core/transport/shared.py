@@ -11,8 +11,6 @@ any more, so a tensor may outlive its communicator. `MPI_Win_allocate_shared` is
 memory is freed by a collective call, and its segments are files in /dev/shm.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import mmap

@@ -13,8 +13,6 @@ buffers are made once.
     up             | 0 | 1 | 2 | 3 |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

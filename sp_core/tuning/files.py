@@ -5,8 +5,6 @@ SP_TUNING names the constants to use (see `find`). A fingerprint is a dict of te
 a machine and its MPI library, as `sp_core.mesh.fingerprint` returns it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -21,8 +21,6 @@ Source: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005), section 3 (alpha, beta
 constants instead of tables of thresholds as in NCCL's `graph/tuning.cc`.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, field

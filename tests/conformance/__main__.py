@@ -4,8 +4,6 @@ The exit code is 1 if this project's own columns do not pass, a library is missi
 not tried. It is also 1 if a script does not repeat what was found, or a planted fault is not found.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

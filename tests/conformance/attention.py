@@ -5,8 +5,6 @@ can split the heads, and dtype and layout are the library's usual ones. So a fau
 capability that it belongs to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Make a torch process group for the ranks of an MPI launch, and a new one after an error."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta

@@ -5,8 +5,6 @@ launched again. The smallest number of ranks comes first; a cell that fails ther
 more ranks.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

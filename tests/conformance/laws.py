@@ -6,8 +6,6 @@ its verdict as a line of JSON. Before a problem is tried, a file gets the cell a
 the launch dies, the runner reads there which cell was tried last.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

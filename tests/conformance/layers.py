@@ -5,8 +5,6 @@ sums over the ranks and gives each rank its tokens. Sizes that a capability is n
 library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any

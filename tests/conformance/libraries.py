@@ -1,7 +1,5 @@
 """Read from `libraries.toml` which libraries are tested, on which problems, and what they lack."""
 
-from __future__ import annotations
-
 import importlib
 import tomllib
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Draw the report: a table for each subject, with a cell for each library and capability."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each fault replaces one function of an installed library on every rank. It is tr
 capability that the library passes without the fault.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Make the report of all verdicts, as plain data for JSON and as Markdown."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ needs it, and a driver. It calls the library exactly as the trial did, and impor
 project.
 """
 
-from __future__ import annotations
-
 import inspect
 import pprint
 import subprocess

@@ -5,8 +5,6 @@ Every error is therefore caught, and the ranks exchange their outcomes. An error
 refusal. An error on some ranks is a fault, because the other ranks would wait for ever.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import traceback

@@ -7,8 +7,6 @@ Each run adds its rows to deaths.json. The exit code is 1 if a launch took too l
 lacks something, or a process or a file is left.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Run a test session in which one rank is lost; `nox -s deaths` starts it under mpiexec."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Run programs in which one rank fails, at any place and under anything that starts ranks."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Report how launches in which a rank was lost have ended, as Markdown and JSON, for both MPIs."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

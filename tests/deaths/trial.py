@@ -1,7 +1,5 @@
 """Run a launch in which a rank is lost or a system has a fault, and judge it from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

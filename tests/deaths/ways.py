@@ -1,7 +1,5 @@
 """List the ways in which a rank can be lost, and the places at which it is lost."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

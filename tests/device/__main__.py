@@ -3,8 +3,6 @@
 Ranks are threads first, then processes of `mpiexec -n 4`. Other arguments go to pytest.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Compile the device, once for each version of its sources and of torch, and load it."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -3,8 +3,6 @@
 The law must fail on the device `late`. Without a GPU no other test would find these faults.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

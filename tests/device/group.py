@@ -1,7 +1,5 @@
 """Provide a torch process group for tensors of the device `late`: gloo on copies in host memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ compared with the reference. The exit code is 1 if a result is wrong, or if the 
 without a known reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Let pytest, or a program, use the device `late`: `-p device.plugin --sp-device late`."""
 
-from __future__ import annotations
-
 import faulthandler
 
 import pytest

@@ -1,7 +1,5 @@
 """Every planted fault of the code for CUDA is seen on the device; without them nothing is."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run some steps of `ci/gpu.sh` on the device `late`, and stop the script once in each step."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

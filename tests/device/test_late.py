@@ -1,7 +1,5 @@
 """Test what the device `late` does, and that collectives on it equal their definitions."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from itertools import product

@@ -3,8 +3,6 @@
 Autograd runs the collectives of each device in a thread of its own.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -5,8 +5,6 @@ report lists such pairs with the library's error. The exit code is 1 if a result
 hangs, ranks get different errors, or a possible pair was not drawn.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

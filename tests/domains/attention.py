@@ -1,7 +1,5 @@
 """Declare the domain of attention: four schemes over ranks, compared with the dense reference."""
 
-from __future__ import annotations
-
 from functools import partial
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Declare the domain of self-attention and transformer block: schemes, masks and shardings."""
 
-from __future__ import annotations
-
 from functools import partial
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Declare the domain of collectives: results and gradients are compared with definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from random import Random

@@ -1,7 +1,5 @@
 """Declare the domain of commands: `sp-core generate` and `logits` on ranks, `plan` on one."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

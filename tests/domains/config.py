@@ -1,7 +1,5 @@
 """Declare the domain of the byte tokenizer and of configurations: old and new `config.json`."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """Declare the domain of the formulas of `sp_core.cost`, compared with what a scheme sends."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Describe domains as data: factors cut into named parts, rows of parts, and drawn values."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Declare the domain of growing sequences: decoders, generation and unequal prefills."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Change an argument on one rank or on all, to another valid value or to an invalid one."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random

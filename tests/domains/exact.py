@@ -1,7 +1,5 @@
 """Declare the domain of `Sharding`: constructors and methods, compared with their definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Declare the domain of model folders: models that are created, saved, read and loaded."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """Declare the domain of gradients over a mesh: their sums over ranks, and their norm."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from random import Random

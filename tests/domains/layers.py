@@ -1,7 +1,5 @@
 """Declare the domain of layers whose weights all ranks hold, compared with their definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Declare the domain of parallel linear layers, on whole numbers: all sums are exact."""
 
-from __future__ import annotations
-
 from functools import partial
 from random import Random
 

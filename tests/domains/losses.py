@@ -1,7 +1,5 @@
 """Declare the domain of the next token's loss, with tokens and vocabulary split over a mesh."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Declare the domain of `Mask`: constructor and methods, compared with the definition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

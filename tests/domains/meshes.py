@@ -1,7 +1,5 @@
 """Declare the domain of `Mesh`, and of memory that ranks share: `shared_empty`, `peer`, `fence`."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Iterator

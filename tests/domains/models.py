@@ -3,8 +3,6 @@
 Logits and all gradients of `Llama.forward` are compared with the dense float64 model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Declare the domains of `Rope`, `dropout`, `local_attention` and `merge`, which need no ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from random import Random

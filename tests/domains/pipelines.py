@@ -1,7 +1,5 @@
 """Declare the domain of pipelines as plain data: orders, time lines, pictures, splits of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Declare the domain of placements: which slices of a parameter each rank holds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

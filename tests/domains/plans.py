@@ -1,7 +1,5 @@
 """Declare the domain of collectives prepared once or in place: `plan`, `all_reduce_` and copies."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from random import Random

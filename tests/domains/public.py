@@ -1,7 +1,5 @@
 """Find by introspection what is public: functions and classes with their parameters."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

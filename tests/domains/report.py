@@ -4,8 +4,6 @@
 explored part is no longer declared.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter, defaultdict

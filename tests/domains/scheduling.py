@@ -1,7 +1,5 @@
 """Declare the domain of plans for unequal sequences, compared with list scheduling by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise, product

@@ -1,7 +1,5 @@
 """Describe situations that may change a call's result: mesh, transport, ranks that are late."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import tempfile

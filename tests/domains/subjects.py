@@ -1,7 +1,5 @@
 """List every subject: the public calls that have a declared domain."""
 
-from __future__ import annotations
-
 from domains import (
     attention,
     blocks,

@@ -1,7 +1,5 @@
 """Declare the domain of training: pipelines and whole steps, compared with one device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run rows of a subject on ranks: each result is judged, or each rank refuses the call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ transformers computes norms, rotary angles, router probabilities and the loss in
 float64 model. `InFloat64` replaces these casts, on both sides of a comparison.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Fine-tune a model of transformers with its Trainer, each sequence split over all ranks."""
 
-from __future__ import annotations
-
 import os
 import sys
 

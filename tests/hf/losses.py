@@ -6,8 +6,6 @@ A single rank trains without `parallelize`, and prints one line of losses for ea
 With several ranks there is a line for each rank of each architecture.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

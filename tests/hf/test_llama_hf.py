@@ -1,7 +1,5 @@
 """Compare our LLaMA with Hugging Face's, loaded from its folder, on meshes of up to 4 ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Test `parallelize`: compare models of transformers on several ranks with those on one process."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

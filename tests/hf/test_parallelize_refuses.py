@@ -1,7 +1,5 @@
 """Test that `parallelize` refuses wrong models, settings and inputs, alike on every rank."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Test the contest on a model of transformers: each contestant equals a run on one process."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The special tokens of a folder may be declared in four files.
 """
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from pathlib import Path

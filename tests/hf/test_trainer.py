@@ -1,7 +1,5 @@
 """Compare transformers' Trainer on several ranks with Trainer on one process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

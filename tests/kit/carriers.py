@@ -1,7 +1,5 @@
 """Transports that carry the messages of one collective, some on purpose late or in parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

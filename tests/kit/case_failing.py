@@ -5,8 +5,6 @@ python case_failing.py PLACE FILE
 The lost rank writes its process number and the time into the file.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib

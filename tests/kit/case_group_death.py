@@ -5,8 +5,6 @@ python case_group_death.py PROCESS PROCESSES FOLDER
 The processes that live make one group after the other. In each group one rank is lost.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

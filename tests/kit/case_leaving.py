@@ -3,8 +3,6 @@
 mpiexec -n 3 python case_leaving.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

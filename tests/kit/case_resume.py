@@ -4,8 +4,6 @@ case_resume.py FOLDER AXES STEPS EVERY KILLED: it saves a checkpoint every EVERY
 rank 0 kills itself in the middle of the checkpoint after step KILLED.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A session in which ranks disagree in every way, run by test_kit_launch.py under mpiexec."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

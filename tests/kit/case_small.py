@@ -1,7 +1,5 @@
 """A few tests with which the plugin's options are tried."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A suite of one test, which fails with the seed in CASE_SEED; test_soak.py runs it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

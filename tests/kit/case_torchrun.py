@@ -3,8 +3,6 @@
 Each plain test here runs on all ranks at once; `test_torchrun.py` starts them with `kit.torchrun`.
 """
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from types import SimpleNamespace

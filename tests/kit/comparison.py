@@ -1,7 +1,5 @@
 """Simulate a machine for tests of `nox -s compare`: launches take no time, and leave records."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

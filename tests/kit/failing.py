@@ -1,7 +1,5 @@
 """Run tests that must fail, and check their reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

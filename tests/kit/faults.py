@@ -1,7 +1,5 @@
 """The faults with which the kit is tested: class and text of each failure, smallest example."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Make git repositories for tests, which ignore the machine's git configuration."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A communicator that refuses buffers above some number of elements, as MPI refuses 2^31."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Make up records like those that a run of the benchmarks writes."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 The rows of the input are split over ranks. Each row of the result is a weighted mean of all rows.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@
 Every rank draws the same examples, because all have one seed and get the outcomes of all ranks.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Calls of two ranks that differ, and calls of one rank that are wrong by themselves."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

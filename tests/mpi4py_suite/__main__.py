@@ -7,8 +7,6 @@ The exit code is 1 if a test ends differently on checked communicators without a
 if no test has passed on them.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Start it under mpiexec: `python -m mpi4py_suite.rank FOLDER plain|checked OUT MODULE...`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import unittest

@@ -1,7 +1,5 @@
 """Merge the results that ranks wrote of mpi4py's tests, and report their differences."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Sequence

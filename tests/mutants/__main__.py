@@ -4,8 +4,6 @@ The exit code is 1 if a mutant survives, hangs, is stale, or keeps the tests fro
 if no mutant is chosen, or if a test fails without a mutant.
 """
 
-from __future__ import annotations
-
 import compileall
 import os
 import statistics

@@ -4,8 +4,6 @@ Each fault replaces a piece of source text. `faults/*.toml` hold the faults, `ex
 bugs that cannot be planted and the reasons, and `known.txt` the numbers of all bugs.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ decorators and messages, which no law tests. Their runners run the same test com
 one process, for every edit. Here each edit runs the tests that reach its line, also by mpiexec.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import hashlib

@@ -6,8 +6,6 @@ The exit code is 1 if too few edits are killed. It is 2 if a test fails without 
 `equivalent.toml` is stale. It is 3 if the time was up too early; `--resume` then continues.
 """
 
-from __future__ import annotations
-
 import argparse
 import compileall
 import os

@@ -5,8 +5,6 @@ plugin tells it the id of the running test. Coverage itself would name only the 
 which many parametrised tests share.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -3,8 +3,6 @@
 Read from `equivalent.toml` which edits no test can notice, and why. A folder is called a room.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tomllib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Report the outcomes of wrong edits as numbers, Markdown and JSON."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Try one mutant: plant it in a copy of the repository, and run tests until one fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ every rank. Anything else ends this program without a table. Bytes are those of 
 units of a rank's own K and V, for even shards and the full mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

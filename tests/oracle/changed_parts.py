@@ -1,7 +1,5 @@
 """List changes of a linear layer inside another layer, as libraries for fine-tuning make them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Draw collectives with random arguments, and define the result of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random

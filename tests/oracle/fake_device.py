@@ -5,8 +5,6 @@ or overwrites or frees its source too early, is right most of the time. Here a c
 the code waits for it, so that such code is wrong every time.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Otherwise all ranks that are threads would compute it, one after the other. A te
 problem several times, such as over several transports, would also compute it each time.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

@@ -1,7 +1,5 @@
 """Prove that a schedule computes its collective, and run a schedule in a single process."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

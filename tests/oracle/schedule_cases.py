@@ -1,7 +1,5 @@
 """Draw collectives by a named algorithm, with the schedule that each must follow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 from typing import Any

@@ -4,8 +4,6 @@ A problem is a handful of small numbers and a seed, so that it prints on one lin
 rank, and shrinks; each rank makes the tensors from the seed by itself.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Make tuning constants of imaginary machines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

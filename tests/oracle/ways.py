@@ -1,7 +1,5 @@
 """Draw the algorithms and transports of tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Simulate collectives in shared memory: ranks step in any order that their flags allow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -3,8 +3,6 @@
 Pages must not use the network. Every check is also given a page with a fault that it must find.
 """
 
-from __future__ import annotations
-
 import shutil
 from base64 import b64encode
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The numbers are such that their sums depend on the order in which they are added.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial

@@ -3,8 +3,6 @@
 All ranks hold shards of equal length. Numbers are float32, 4 bytes each, unless a row differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """List what docstrings of models say under "Communication:", as rows of the ledger."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

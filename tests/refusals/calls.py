@@ -1,7 +1,5 @@
 """List wrong calls of collectives, attention and layers, with the error expected of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

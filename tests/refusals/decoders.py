@@ -1,7 +1,5 @@
 """List wrong calls of decoders, generation, prefills and saves, with the error of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """List calls with values of a wrong kind: tensors without memory, seeds and names that are none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

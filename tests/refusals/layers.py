@@ -1,7 +1,5 @@
 """List wrong calls of layers and of their parts, with the error expected of each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

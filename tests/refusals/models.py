@@ -1,7 +1,5 @@
 """List wrong calls of models, losses, gradients and pipelines, with the error of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """List wrong calls of layers that were changed, such as by a replaced part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

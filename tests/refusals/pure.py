@@ -1,7 +1,5 @@
 """List wrong calls that are refused without ranks, with the error expected of each."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

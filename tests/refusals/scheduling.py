@@ -1,7 +1,5 @@
 """List wrong calls of `sp_core.scheduling`, with the error expected of each."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

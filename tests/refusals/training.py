@@ -1,7 +1,5 @@
 """List wrong calls of `backward`, of what it calls, and of models that one rank has converted."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Call everything public, as the subjects of the domains do, on meshes that stay open."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

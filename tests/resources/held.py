@@ -1,7 +1,5 @@
 """Count what this process holds, and find what grows with every call."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap

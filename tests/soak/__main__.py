@@ -4,8 +4,6 @@ During some runs other processes keep all cores busy. Each run is appended to so
 ends; the same command continues after the last line. The exit code is 1 if a run failed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Run the suite once in its short profile with a seed, and return the outcome."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

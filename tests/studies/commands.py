@@ -1,7 +1,5 @@
 """Run a child program: in a copy of the repository, apart from other processes, in limited time."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

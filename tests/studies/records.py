@@ -1,7 +1,5 @@
 """Keep what a study has found in a file of lines, and write its report as Markdown and JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import xml.etree.ElementTree as ET

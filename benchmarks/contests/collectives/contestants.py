@@ -5,8 +5,6 @@ A contestant is one line in `CONTESTANTS`: a name, and a function that prepares 
 needs is missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import statistics

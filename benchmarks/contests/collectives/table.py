@@ -6,8 +6,6 @@ code: 0 whatever the ratios, 1 if a result was wrong or a launch failed, 2 for o
 be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections import Counter

@@ -15,8 +15,6 @@ every kernel has it. A packet arrives when one wire for each host and direction 
 it (`LinkModel`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -8,8 +8,6 @@ Exit code: 0 if all results were right, whatever the times; 1 if one was wrong o
 for options that cannot be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

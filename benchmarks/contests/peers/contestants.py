@@ -1,7 +1,5 @@
 """Check this project's schemes and other contestants, and time those that are right, in turns."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -15,8 +15,6 @@ All contestants take turns. Losses and gradients, or logits, are compared with t
 before they are timed. The exit codes are those of `nox -s peers`.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

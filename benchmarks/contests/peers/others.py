@@ -1,7 +1,5 @@
 """Describe contestants, and make those that are not ours: other libraries and one process."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import random

@@ -12,8 +12,6 @@ time. Exit code: 0 if every contestant that is installed was right, whatever the
 was wrong or a launch failed; 2 for options that cannot be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence

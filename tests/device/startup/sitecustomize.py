@@ -3,8 +3,6 @@
 With this folder on the PYTHONPATH, `SP_ON=late ci/gpu.sh` runs without a GPU.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 from typing import Any

@@ -4,8 +4,6 @@ Shape letters: B batch, S sequence, E model dim, F feed-forward dim, H heads, K 
 head dim.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

@@ -5,8 +5,6 @@ Beside each tensor stands its scale, the sum of the absolute terms that make up 
 Shape letters: B batch, S sequence (Sq queries, Sk keys), H heads, K key/value heads, D head dim.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
