@@ -27,13 +27,12 @@ CONFIG = llama.LlamaConfig(
 
 
 def peak_bytes(config: llama.LlamaConfig, weights: int, tokens: int, ranks: int) -> int:
-    """Return the bytes of tensors that a step in float32 needs at most on each of the ranks."""
+    """Return the bytes that a step in float32, and its sum of gradients, need at most on a rank."""
     embed, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
     both, layers = (heads + config.num_key_value_heads) * dim, config.num_hidden_layers
     each, local = dim + heads + 2 * max(embed + 2 * both, 4 * embed + both), 4 * tokens // ranks
     last, first = layers * embed * local + weights // layers, embed * local + weights
-    summing = 4 * weights + 12 * tokens  # gradients over the ranks
-    return max(weights + max(last, first) + each * local + 8 * tokens, summing)
+    return max(weights + max(last, first) + each * local + 8 * tokens, 4 * weights + 12 * tokens)
 
 
 def measured(world: MPI.Intracomm, tokens: int) -> tuple[float, int, int]:

@@ -5,6 +5,8 @@ other ranks, which wait for that rank in a collective. torchrun does not notice 
 failed, and it reports the first rank that exits as the cause, which may be another rank.
 """
 
+from __future__ import annotations
+
 import atexit
 import os
 import sys

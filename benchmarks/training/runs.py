@@ -145,8 +145,8 @@ FAULTS = {
         "    pairs = [(_own_gradient",
     ),
     "a mean of the ranks' means": (
-        *(loss, "next_token_loss", "int(all_reduce(valid.sum(), comm=data))"),
-        "max(int(valid.sum()), 1) * data.size",
+        *(loss, "next_token_loss", "count=count, size=size"),
+        "count=max(int((labels != IGNORED).sum()), 1) * data.size, size=size",
     ),
     "labels shifted inside each shard": (
         *(loss, "next_token_labels", "    return labels\n"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from refusals.calls import Table
 from refusals.models import CASE, sending
+from refusals.training import FOLDER
 from torch import nn
 
 import sp_core as sp
@@ -269,7 +270,7 @@ ON_ONE_RANK: Table = {
         "a save of two stages": (
             sp.CheckpointError,
             "2 stages; a model is saved without pp",
-            lambda mesh, here: save(CASE.model(mesh), "/nonexistent/model"),
+            lambda mesh, here: save(CASE.model(mesh), FOLDER),
         ),
         "a model converted under a decoder": (
             sp.DtypeError,
