@@ -394,5 +394,7 @@ def check_dense(x: Tensor, name: str) -> None:
             "Pass this rank's own tokens as a plain tensor, such as x.to_local()."
         )
     if x.is_nested or x.layout is not torch.strided:
-        layout, to = ("nested", "padded_tensor(0.0)") if x.is_nested else (x.layout, "dense()")
-        raise ShapeError(f"{name} has layout {layout}; a dense one is needed. Pass x.to_{to}.")
+        layout, dense = (
+            ("nested", "to_padded_tensor(0.0)") if x.is_nested else (x.layout, "to_dense()")
+        )
+        raise ShapeError(f"{name} has layout {layout}; a dense one is needed. Pass x.{dense}.")

@@ -145,8 +145,8 @@ FAULTS = {
         "    pairs = [(_own_gradient",
     ),
     "a mean of the ranks' means": (
-        *(loss, "next_token_loss", "count=count, size=size"),
-        "count=max(int((labels != IGNORED).sum()), 1) * data.size, size=size",
+        *(loss, "next_token_loss", "_counted(valid, data)"),
+        "max(int(valid.sum()), 1) * data.size",
     ),
     "labels shifted inside each shard": (
         *(loss, "next_token_labels", "    return labels\n"),

@@ -17,8 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from sp_core.launch import results, watch
@@ -269,19 +269,23 @@ class Launch:
 
 
 @contextmanager
-def _exit_on_signals() -> Iterator[None]:
+def _handled(numbers: Iterable[int], handle: Callable[[int, object], object]) -> Iterator[None]:
+    """Call `handle` for these signals until the block ends, then restore their handlers."""
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit_on_signals() -> AbstractContextManager[None]:
     """Raise SystemExit for signals that would end this process only, so that `run` ends the ranks.
 
     A signal that is ignored, as under `nohup`, stays ignored.
     """
     ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    try:
-        for number in ours:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+    return _handled(ours, lambda number, _: sys.exit(128 + number))
 
 
 @contextmanager
@@ -291,13 +295,10 @@ def _signals_held_back() -> Iterator[None]:
     Blocking them would not do: another thread would receive them, and Python act on them here.
     """
     came: list[int] = []
-    held = (signal.SIGINT, *ENDING)
-    before = [signal.signal(number, lambda number, _: came.append(number)) for number in held]
     try:
-        yield
+        with _handled((signal.SIGINT, *ENDING), lambda number, _: came.append(number)):
+            yield
     finally:
-        for number, handler in zip(held, before, strict=True):
-            signal.signal(number, handler)
         for first in came[:1]:
             signal.raise_signal(first)
 

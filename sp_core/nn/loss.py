@@ -157,9 +157,9 @@ def next_token_loss(
     Communication:
         One agreement (32-byte all-reduce) over `tensor` and one over `data`; the forward makes no
         other, also with `check="agree"`. Over `tensor` two all-reduces for each chunk, one of a
-        number and one of two numbers per token. Over `data`
-        an all-reduce of the loss, and one of the count if `count` is None. If there are several
-        chunks, the backward repeats the all-reduces over `tensor`.
+        number and one of two numbers per token. Over `data` an all-reduce of the loss, and one of
+        the count if `count` is None. If there are several chunks, the backward repeats the
+        all-reduces over `tensor`.
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
@@ -194,32 +194,26 @@ def next_token_loss(
     size = max(labels.numel(), 1) if head is None or chunk is None else int(chunk)
     compute = partial(_cross_entropy, head=head, wide=_wide(head), tensor=tensor, sizes=sizes)
     with tensor.agreed(), data.agreed():
-        losses_of = partial(tiled, compute, dim=0, reads=() if head is None else (head,))
-        return _mean(x, labels, losses_of, data=data, count=count, size=size)
+        valid = labels != IGNORED
+        count = _counted(valid, data) if count is None else int(count)
+        parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
+        losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,))
+        losses = losses.view_as(labels)
+        return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
 
 
-def _mean(
-    x: Tensor,
-    labels: Tensor,
-    losses_of: Callable[..., Tensor],
-    *,
-    data: Communicator,
-    count: int | None,
-    size: int,
-) -> Tensor:
-    """Return the mean of the losses of all ranks' valid tokens, as `next_token_loss` does.
+def _counted(valid: Tensor, data: Communicator) -> int:
+    """Return the number of valid labels of all ranks.
 
-    `losses_of` computes the losses of parts of x and labels, of `size` tokens each.
+    Raises:
+        ValueError: there is none; on every rank.
     """
-    valid = labels != IGNORED
-    count = int(all_reduce(valid.sum(), comm=data)) if count is None else int(count)
+    count = int(all_reduce(valid.sum(), comm=data))
     if count == 0:
         raise ValueError(
             f"none of the labels of all ranks is valid (all are {IGNORED}), so there is no mean."
         )
-    parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
-    losses = losses_of(*parts).view_as(labels)
-    return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
+    return count
 
 
 class _AsFrom(EagerFunction):
