@@ -20,6 +20,7 @@ from typing import Any
 
 from sp_core import progress
 from sp_core.errors import AGREED, PeerFailed, short_text
+from sp_core.launch.watch import exit_code
 
 GRACE_SECONDS = 2.0
 """Time in which the other ranks can print their errors, before all ranks are ended."""
@@ -102,13 +103,6 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
             time.sleep(0.01)
     finally:  # also if the report fails or is interrupted
         _stop(exit_code(error))
-
-
-def exit_code(error: BaseException) -> int:
-    """Return the exit code with which Python ends a program because of this error."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def left_by(error: BaseException) -> None:

@@ -8,24 +8,23 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CGROUPS, _CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_QUOTA = _CGROUPS / "cpu.max"
 _CPUINFO = Path("/proc/cpuinfo")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def cores() -> int:
-    """Return how many cores this process may use, by CPU affinity and by the container's quota."""
+    """Return how many cores this process may use, by CPU affinity and by containers' quotas."""
     if not hasattr(os, "sched_getaffinity"):
         return node_cores()
     return _within_quota(len(os.sched_getaffinity(0)))
 
 
 def node_cores() -> int:
-    """Return the number of logical cores of the machine, at most the container's CPU quota.
+    """Return the number of logical cores of the machine, at most the smallest CPU quota around us.
 
     The CPU affinity of this process does not change the number.
     """
@@ -35,13 +34,8 @@ def node_cores() -> int:
 def memory() -> int:
     """Return the bytes of memory of this machine, or of a smaller container or job around us."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for line in _text(_CGROUP).splitlines():
-        _, kind, path = line.split(":", 2)
-        if kind in ("", "memory"):  # the second version of cgroups names no kind
-            inner = _CGROUPS / kind / path.lstrip("/")
-            name = "memory.limit_in_bytes" if kind else "memory.max"
-            told = (_text(folder / name).strip() for folder in (inner, *inner.parents))
-            limits += [int(text) for text in told if text.isdecimal()]
+    told = _limits("memory", "memory.max", "memory.limit_in_bytes")
+    limits += [int(text) for text in told if text.isdecimal()]
     return min(limits)
 
 
@@ -62,8 +56,9 @@ def loaded_library(name: str) -> str | None:
     Args:
         name: the file's name up to ".so" or "-", such as "libmpi".
     """
-    found = re.search(rf"/\S*/{name}(-\w+)?\.so\S*", _text(Path("/proc/self/maps")))
-    return found[0] if found else None
+    line = rf"^(?:\S+ +){{5}}(/.*/{name}(?:-\w+)?\.so[^ \n]*)"  # five fields, then the path
+    found = re.search(line, _text(Path("/proc/self/maps")), re.MULTILINE)
+    return found[1] if found else None
 
 
 def node_number() -> int:
@@ -97,17 +92,34 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _within_quota(cores: int) -> int:
-    """Return `cores`, limited to the container's quota: whole cores, rounded down, at least 1."""
-    quota, _, period = _text(_QUOTA).strip().partition(" ")
-    if not (quota.isdecimal() and period.isdecimal()):  # "max", or no container
-        return cores
-    return min(cores, max(1, int(quota) // int(period)))
+    """Return `cores`, limited to the smallest quota around us: rounded down, at least 1."""
+    for told in _limits("cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us"):
+        if found := re.fullmatch(r"(\d+) (\d+)", told):  # no quota is "max", or -1
+            cores = min(cores, max(1, int(found[1]) // int(found[2])))
+    return cores
+
+
+def _limits(kind: str, names: str, first_names: str) -> Iterator[str]:
+    """Yield the text of the files that limit this process's cgroup, and of each group around it.
+
+    Args:
+        kind: the resource, as the first version of cgroups names it.
+        names: the files of the second version, which names no kind.
+        first_names: the files of the first version.
+    """
+    for line in _text(_CGROUP).splitlines():
+        _, kinds, path = line.split(":", 2)
+        if not kinds or kind in kinds.split(","):
+            inner = _CGROUPS / kinds / path.lstrip("/")
+            for folder in (inner, *inner.parents):
+                files = (first_names if kinds else names).split()
+                yield " ".join(_text(folder / file).strip() for file in files)
 
 
 def _text(path: Path) -> str:
     """Return the text of a file of the system, or "" if it cannot be read."""
     try:
-        return path.read_text()
+        return os.fsdecode(path.read_bytes())
     except OSError:
         return ""
 
@@ -154,7 +166,8 @@ def bounded(
 ) -> tuple[int | None, str]:
     """Run a command with a time limit, in a session of its own.
 
-    After the limit the command and the processes that it started are killed.
+    The command and the processes that it started are killed after the limit, and if an exception,
+    such as KeyboardInterrupt, ends the wait.
 
     Args:
         command: program and arguments. Standard input is empty.
@@ -177,12 +190,16 @@ def bounded(
             start_new_session=True,
             env=env,
         )
+        code: int | None = None
         try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-            code = None
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(seconds)
+        finally:
+            if code is None:
+                from sp_core.launch.deaths import kill_session  # only Linux has what it imports
+
+                kill_session(process.pid)
+                process.wait()
         output.seek(0)
         return code, output.read()
 

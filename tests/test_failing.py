@@ -18,7 +18,7 @@ from deaths.programs import ERROR, PLACES, RANKS, launched, rows, wrong
 
 from sp_core import failing
 from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed
-from sp_core.failing import exit_code
+from sp_core.launch.watch import exit_code
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 OF_MPI = (

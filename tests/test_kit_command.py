@@ -199,16 +199,18 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(
         (["--mpi-args", "--map-by 'a b'"], {"mpi_args": ["--map-by", "a b"]}),
     ],
 )
+@pytest.mark.parametrize("dashes", [["--"], []])
 def test_the_words_of_the_command_reach_the_launch(
-    arguments: list[str], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    dashes: list[str], arguments: list[str], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Options behind the command are the command's, also without "--"."""
     run = Mock(side_effect=[7, KeyboardInterrupt])
     monkeypatch.setattr(command_module, "run", run)
-    words = ["-n", "3", *arguments, "--", "tool", "-n", "4"]
-    assert command_module.main(words) == 7
+    command = ["tool", "-n", "4", "--timeout", "9", "--"]
+    assert command_module.main(["-n", "3", *arguments, *dashes, *command]) == 7
     usual = {"timeout": 86400.0, "mpi_args": []}
-    run.assert_called_once_with(3, ["tool", "-n", "4"], **(usual | more))
-    assert command_module.main(words) == 128 + signal.SIGINT
+    run.assert_called_once_with(3, command, **(usual | more))
+    assert command_module.main(["-n", "3", "--", "tool"]) == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize("user", [0, 1000])

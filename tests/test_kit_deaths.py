@@ -86,9 +86,12 @@ def test_of_those_that_were_gone_before_they_were_seen_it_says_that_it_knows_not
     introduce(tmp_path, ranks)
     assert watch.alive() == {}
     assert "its exit code is not known" in watch.suspects()[0]
-    assert not watch.failed()
+    assert (watch.failed(), watch.succeeded()) == (False, False)
+    for rank in range(RANKS):
+        file_of(tmp_path, rank, "place").write_text(watch_module.ENDED)
+    assert (watch.failed(), watch.succeeded()) == (False, True)
     file_of(tmp_path, 1, "place").write_bytes(b"raised KeyError('x')\0")
-    assert watch.failed()
+    assert (watch.failed(), watch.succeeded()) == (True, False)
 
 
 def wait_for(is_so: Callable[[], object]) -> None:
@@ -208,7 +211,7 @@ def test_a_rank_that_ended_by_itself_is_the_first(
         watch.look(0.0)
     watch.dead.update(sorted(zip(order, causes, strict=True), key=lambda each: -each[0]))
     assert watch.first() == (None if first is None else order[first])
-    assert watch.failed() == failed
+    assert (watch.failed(), watch.succeeded()) == (failed, {*causes} <= {"exit code 0"})
     expected = [] if first is None else [f"rank {order[first]} died first: {causes[first]}"]
     assert watch.suspects() == expected
 
@@ -301,6 +304,7 @@ def test_ranks_that_live_are_asked_for_stacks_and_stopped_ones_are_ended(
     did = Mock()
     monkeypatch.setattr(deaths_module, "stat", lambda pid: ["T" if pid - 70 in stopped else "S"])
     monkeypatch.setattr(os, "kill", did.kill)
+    did.kill.side_effect = ProcessLookupError  # they have just ended
     monkeypatch.setattr(deaths_module, "time", did)
     watch.dump()
     half = deaths_module.DUMP_SECONDS / 2

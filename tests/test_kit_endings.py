@@ -107,26 +107,29 @@ def test_a_launch_is_ended_for_these_reasons(
 
 
 @pytest.mark.parametrize(
-    ("causes", "after", "code", "expected"),
+    ("dead", "succeeded", "after", "code", "expected"),
     [
-        (["exit code 0"] * 3, 4.0, None, None),
-        (["exit code 0"] * 3, 4.5, None, 0),
-        (["exit code 0", "killed by SIGKILL", "exit code 0"], 4.5, None, 1),
-        (["exit code 0"] * 2, 4.5, None, None),
-        (["exit code 0"] * 3, 4.5, 5, 5),
+        (3, True, 4.0, None, None),
+        (3, True, 4.5, None, 0),
+        (3, False, 4.5, None, 1),
+        (2, True, 4.5, None, None),
+        (3, True, 4.5, 5, 5),
     ],
 )
 def test_mpiexec_may_run_a_moment_longer_than_its_ranks(
-    causes: list[str],
+    dead: int,
     after: float,
     code: int | None,
     expected: int | None,
     launch: Any,
     clock: Clock,
+    *,
+    succeeded: bool,
 ) -> None:
     clock.now += 1.0
     assert launch.ended() is None
-    launch.deaths.dead.update(enumerate(causes))
+    launch.deaths.dead.update(dict.fromkeys(range(dead), "a cause"))
+    launch.deaths.succeeded.return_value = succeeded
     launch.process.poll.return_value = code
     clock.now += after
     assert launch.ended() == expected
@@ -166,9 +169,9 @@ def test_a_report_tells_the_suspects_then_each_rank_then_the_example(
     launch.deaths.suspects.return_value = ["rank 1 died"]
     launch.deaths.story.side_effect = "story {}".format
     if flying:
-        (tmp_path / watch_module.IN_FLIGHT).write_text(flying)
+        (tmp_path / watch_module.IN_FLIGHT).write_bytes(flying.encode() + b"\xc3")
     results.Ledger(tmp_path, None).pytest_runtest_logstart("test_x")
-    told = [f"example in flight: {flying}"] if flying else []
+    told = [f"example in flight: {flying}\ufffd"] if flying else []
     head, *lines = launch.report("the reason").splitlines()
     assert head.strip("= ") == "the launch was ended: the reason"
     assert lines == [
@@ -230,6 +233,36 @@ def test_a_launch_has_the_exit_code_of_its_session_else_of_mpiexec(
     made.end.assert_called_once_with()
     assert constructed.call_args.args[:3] == (2, ["tool"], ["-x"])
     assert constructed.call_args.args[4] == 0.5
+
+
+def test_a_report_that_cannot_be_printed_is_in_the_junit_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, written = Mock(run_dir=tmp_path), Mock()
+    made.trouble.return_value, made.report.return_value = "late", "report"
+    monkeypatch.setattr(command_module, "Launch", Mock(return_value=made))
+    monkeypatch.setattr(results, "write_junit", written)
+    monkeypatch.setattr("sys.stderr", Mock(write=Mock(side_effect=BrokenPipeError)))
+    with pytest.raises(BrokenPipeError):
+        command_module.run(2, ["tool"], timeout=0.5)
+    written.assert_called_once()
+    made.end.assert_called_once_with()
+
+
+def test_a_signal_while_the_launch_begins_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Mock(run_dir=tmp_path)
+
+    def begin(*_: object) -> Mock:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        return made
+
+    monkeypatch.setattr(command_module, "Launch", begin)
+    with pytest.raises(SystemExit):
+        command_module.run(1, ["tool"], timeout=1.0)
+    made.end.assert_called_once_with()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *command_module.ENDING])

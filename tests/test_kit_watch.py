@@ -270,7 +270,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     ("ending", "code"),
     [
         *(("pass", None), ("sys.exit(0)", 0), ("sys.exit(None)", 0), ("sys.exit(3)", 3)),
-        *(("sys.exit('text')", 1), ("{}['key']", 1), ("raise KeyboardInterrupt", 1)),
+        *(("sys.exit('text')", 1), ("{}['key']", 1), ("raise KeyboardInterrupt", 130)),
         ("raise type('Odd', (KeyError,), {'__repr__': lambda error: 1 / 0})", 1),
         ("compile('(', '', 'exec')", 1),
     ],

@@ -25,13 +25,21 @@ HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
         ("", 8, 16),
     ],
 )
+@pytest.mark.parametrize("group", ["0::/", "0::/outside", "3:cpu,cpuacct:/a\n0::/"])
 def test_cores_respect_the_quota_of_a_container(
-    quota: str, cores: int, node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: str, quota: str, cores: int, node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This process may use 8 of the machine's 16 cores. Some systems cannot say so."""
-    monkeypatch.setattr(machine, "_QUOTA", tmp_path / "cpu.max")
-    if quota:
-        (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text(f"9:cpuset:/none\n{group}")
+    if quota and "cpuacct" in group:
+        inner = tmp_path / "cpu,cpuacct" / "a"
+        inner.mkdir(parents=True)
+        for name, text in zip(("quota", "period"), quota.split(), strict=True):
+            (inner / f"cpu.cfs_{name}_us").write_text(f"{text.replace('max', '-1')}\n")
+    elif quota:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.setattr(os, "sched_getaffinity", {0: range(8)}.__getitem__)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     assert (machine.cores(), machine.node_cores()) == (cores, node)
@@ -86,10 +94,11 @@ def test_the_processor_has_the_name_that_the_system_gives(
 
 
 def test_a_library_is_found_among_those_that_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["7f-8f r-xp 00 08:01 7   /usr/lib/libmpi-best.so.40.30", "8f-9f /lib/libmpich.so.12"]
+    paths = ["/usr/lib/libmpi-best.so.40.30", "/my venv/lib/libmpich.so.12 (deleted)"]
+    lines = [f"7f-8f r-xp 00000000 08:01 7   {path}" for path in paths]
     monkeypatch.setattr(machine, "_text", {Path("/proc/self/maps"): "\n".join(lines)}.get)
     assert machine.loaded_library("libmpi") == "/usr/lib/libmpi-best.so.40.30"
-    assert machine.loaded_library("libmpich") == "/lib/libmpich.so.12"
+    assert machine.loaded_library("libmpich") == "/my venv/lib/libmpich.so.12"
     assert machine.loaded_library("libnone") is None
 
 
@@ -144,6 +153,12 @@ def test_ranks_are_those_of_the_innermost_launcher(
         ("echo said; echo told >&2; echo $X; exit 3", {}, (3, "said\ntold\nso\n"), 3),
         (r"printf '\377'", {}, (0, "\ufffd"), 0),
         ("echo said; (sleep 3; echo on) >$PIPE & wait", {"seconds": 1.0}, (None, "said\n"), -9),
+        (
+            "echo said; setsid sh -c 'sleep 3; echo on' >$PIPE",
+            {"seconds": 1.0},
+            (None, "said\n"),
+            -9,
+        ),
     ],
 )
 def test_a_program_and_what_it_started_are_ended_after_its_time(
@@ -172,6 +187,21 @@ def test_a_program_and_what_it_started_are_ended_after_its_time(
     os.set_blocking(pipe, True)
     with os.fdopen(pipe) as written:
         assert written.read() == ""
+
+
+def test_a_program_whose_wait_is_interrupted_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout:
+                started.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    started: list[Interrupted] = []
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        machine.bounded(["sleep", "60"])
+    assert [each.returncode for each in started] == [-9]
 
 
 TWO = "two ranks did not start within 60 s"

@@ -222,13 +222,12 @@ class Launch:
         """Return the exit code of mpiexec, or None while it runs.
 
         mpiexec also waits for processes that the ranks have left, if they hold its pipes. If it
-        runs ORPHAN_SECONDS after the last rank, return 0 if every rank ended with 0, else 1.
+        runs ORPHAN_SECONDS after the last rank, return 0 if no rank ended with an error, else 1.
         """
         if len(self.deaths.dead) < self.deaths.ranks:
             self._last = time.monotonic()
         code, late = self.process.poll(), time.monotonic() > self._last + ORPHAN_SECONDS
-        causes = self.deaths.dead.values()
-        return int({*causes} != {"exit code 0"}) if code is None and late else code
+        return int(not self.deaths.succeeded()) if code is None and late else code
 
     def _reason(self) -> str:
         now, code = time.monotonic(), self.ended()
@@ -261,7 +260,7 @@ class Launch:
     def report(self, reason: str) -> str:
         """Return a text: the reason, the ranks to suspect, each rank's state, and test results."""
         file = self.run_dir / IN_FLIGHT
-        in_flight = file.read_text() if file.exists() else ""
+        in_flight = file.read_bytes().decode(errors="replace") if file.exists() else ""
         lines = [f"{'=' * 16} the launch was ended: {reason} {'=' * 16}", *self.deaths.suspects()]
         lines += [self.deaths.story(number) for number in range(self.deaths.ranks)]
         lines += [f"example in flight: {in_flight}"] if in_flight else []
@@ -331,16 +330,20 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
     if command[0].endswith(".py") and not shutil.which(command[0]):
         raise FileNotFoundError(f"{command[0]!r} is no program. Write -- python {command[0]}.")
     with _exit_on_signals(), temporary_folder() as directory:
-        launch = Launch(ranks, command, mpi_args, directory, timeout)
-        result = launch.run_dir / RESULT
+        launch = None
         try:
+            with _signals_held_back():
+                launch = Launch(ranks, command, mpi_args, directory, timeout)
+            result = launch.run_dir / RESULT
             while not (reason := launch.trouble(POLL_SECONDS)) and launch.ended() is None:
                 pass
             reason, ended = reason or launch.trouble(0.0), launch.ended()
             if reason:
                 report = launch.report(reason)
-                print(report, file=sys.stderr, flush=True)
-                results.write_junit(launch.run_dir, report)
+                try:
+                    results.write_junit(launch.run_dir, report)
+                finally:
+                    print(report, file=sys.stderr, flush=True)
             elif launch.process.poll() is None:
                 text = "all ranks have ended; the processes that they have left are ended, too"
                 print(text, file=sys.stderr, flush=True)
@@ -348,8 +351,9 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
                 print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
         finally:
             with _signals_held_back():
-                launch.end()
-        told = int(result.read_text()) if result.exists() and not reason else 0
+                if launch:
+                    launch.end()
+        told = int(result.read_text() or 0) if result.exists() and not reason else 0
         return told or abs(ended or int(bool(reason)))
 
 
@@ -374,10 +378,11 @@ def main(
     parser.add_argument(
         "--mpi-args", type=shlex.split, default=[], help="more arguments for mpiexec, in one string"
     )
-    parser.add_argument("command", nargs="+", help="after --: what each rank runs")
+    parser.add_argument("command", nargs=argparse.PARSER, help="after --: what each rank runs")
     given = parser.parse_args(arguments)
+    words = given.command[given.command[0] == "--" :]
     try:
-        return run(given.ranks, given.command, timeout=given.timeout, mpi_args=given.mpi_args)
+        return run(given.ranks, words, timeout=given.timeout, mpi_args=given.mpi_args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (ValueError, OSError) as error:

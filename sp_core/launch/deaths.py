@@ -14,9 +14,10 @@ import select
 import signal
 import struct
 import time
+from functools import partial
 from pathlib import Path
 
-from sp_core.launch.watch import FAILED, RUN_DIR, STACKS, STARTED, file_of, owner
+from sp_core.launch.watch import ENDED, FAILED, RUN_DIR, STACKS, STARTED, file_of, owner
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 DUMP_SECONDS = 2.0
@@ -114,11 +115,11 @@ class Deaths:
             if stat(pid)[:1] == ["T"]:
                 self._stopped[rank] = pid
             elif not self._text(rank, "hang"):
-                os.kill(pid, STACKS)
+                _signal(pid, STACKS)
         time.sleep(DUMP_SECONDS / 2)
         for pid in self._stopped.values():
-            os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGCONT)
+            _signal(pid, signal.SIGTERM)
+            _signal(pid, signal.SIGCONT)
         time.sleep(WRITE_SECONDS if self._stopped else 0.0)
 
     def first(self) -> int | None:
@@ -146,6 +147,13 @@ class Deaths:
         return any(
             re.match(r"killed|exit code [1-9]", cause)
             or self._text(rank, "place").startswith(FAILED)
+            for rank, cause in self.dead.items()
+        )
+
+    def succeeded(self) -> bool:
+        """Return whether every dead rank ended without an error; see `failed` for unknown codes."""
+        return all(
+            cause == "exit code 0" or (NOT_KNOWN in cause and self._text(rank, "place") == ENDED)
             for rank, cause in self.dead.items()
         )
 
@@ -315,7 +323,13 @@ def _marked(run_dir: Path) -> set[int]:
     return found
 
 
-def kill_session(leader: int, run_dir: Path) -> None:
+def _signal(pid: int, number: int) -> None:
+    """Send a signal to a process, if it has not ended and belongs to this user."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
+
+
+def kill_session(leader: int, run_dir: Path | None = None) -> None:
     """Kill (SIGKILL) all processes of a launch.
 
     Killing the leader's process group would not do: mpiexec starts ranks in groups of their own,
@@ -324,13 +338,12 @@ def kill_session(leader: int, run_dir: Path) -> None:
 
     Args:
         leader: process id of the launcher.
-        run_dir: the launch's directory, the value of SP_RUN_DIR.
+        run_dir: the launch's directory, the value of SP_RUN_DIR, if it has one.
     """
-    killed = set[int]()
-    while new := (processes_of(leader) | _marked(run_dir)) - killed:  # they may start others
+    killed, marked = set[int](), partial(_marked, run_dir) if run_dir else set[int]
+    while new := (processes_of(leader) | marked()) - killed:  # they may start others
         for pid in new:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+            _signal(pid, signal.SIGKILL)
         killed |= new
     with contextlib.suppress(OSError):
         os.killpg(leader, signal.SIGKILL)

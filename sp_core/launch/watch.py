@@ -288,8 +288,7 @@ def run_program(arguments: list[str]) -> None:
         else:
             exec(_code_of(kind, rest, main), vars(main))
     except BaseException as error:
-        code = error.code if isinstance(error, SystemExit) else 1
-        code = code if isinstance(code, int) else int(code is not None)
+        code = exit_code(error)
         if os.getpid() == pid:
             abort_at_exit(code)
             note(f"{FAILED}{traceback.format_exception_only(error)[-1].strip()}" if code else ENDED)
@@ -306,6 +305,13 @@ def _code_of(kind: str, rest: list[str], main: types.ModuleType) -> Any:
     text = Path(kind).read_bytes()
     code = pkgutil.read_code(io.BytesIO(text))  # None if the file is not compiled
     return code or compile(text, main.__file__, "exec", dont_inherit=True)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code with which Python ends a program because of this error."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def abort_at_exit(code: int) -> None:
