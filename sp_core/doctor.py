@@ -24,17 +24,9 @@ from sp_core import measuring
 from sp_core.collectives.api import all_gather
 from sp_core.errors import DeviceError, RankError
 from sp_core.findings import Finding, of_all, report
+from sp_core.launch.bounded import bounded, last_line, launch_problem
 from sp_core.launch.command import find_mpiexec
-from sp_core.machine import (
-    bounded,
-    cores,
-    cpu_model,
-    in_job,
-    last_line,
-    launch_problem,
-    loaded_library,
-    started_tasks,
-)
+from sp_core.machine import cores, cpu_model, in_job, loaded_library, started_tasks
 from sp_core.mesh import Mesh, named_transport, read_nodes
 from sp_core.schedules import defaults
 from sp_core.transport import NAMES, Intracomm, count_devices

@@ -13,8 +13,8 @@ import pytest
 from studies.commands import ROOT, outside, printed
 
 from sp_core.launch import command as command_module, watch as watch_module
+from sp_core.launch.bounded import LAUNCH_PROBLEMS
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, SESSION_DIR, SESSION_DIR_HERE, environment
-from sp_core.machine import LAUNCH_PROBLEMS
 
 POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sp_core import machine
-from sp_core.machine import JOB_SIZES, JOB_VARIABLES, LAUNCH_PROBLEMS, LOCAL_RANKS
+from sp_core.launch.bounded import LAUNCH_PROBLEMS, bounded, launch_problem
+from sp_core.machine import JOB_SIZES, JOB_VARIABLES, LOCAL_RANKS
 
 HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 
@@ -181,7 +182,7 @@ def test_a_program_and_what_it_started_are_ended_after_its_time(
             return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Told)
-    assert machine.bounded(["sh", "-c", script], env=env, **limit) == answer
+    assert bounded(["sh", "-c", script], env=env, **limit) == answer
     assert waited[0][0] == limit.get("seconds", 60)
     assert waited[0][1].returncode == ending
     os.set_blocking(pipe, True)
@@ -200,7 +201,7 @@ def test_a_program_whose_wait_is_interrupted_is_ended(monkeypatch: pytest.Monkey
     started: list[Interrupted] = []
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        machine.bounded(["sleep", "60"])
+        bounded(["sleep", "60"])
     assert [each.returncode for each in started] == [-9]
 
 
@@ -220,4 +221,4 @@ TWO = "two ranks did not start within 60 s"
 def test_a_launch_that_fails_has_a_problem_and_a_remedy(
     code: int | None, output: str, wanted: tuple[str, str]
 ) -> None:
-    assert machine.launch_problem(code, output) == wanted
+    assert launch_problem(code, output) == wanted

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_core.errors import DeviceError
-from sp_core.machine import bounded, last_line
+from sp_core.launch.bounded import bounded, last_line
 from sp_core.schedules import Operation
 from sp_core.transport.base import Done, Handle, Intracomm, ordered
 from sp_core.transport.host import HostTransport, as_numpy

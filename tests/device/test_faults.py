@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from device.faults import FAULTS, LAWS
-from sp_core.machine import bounded
+from sp_core.launch.bounded import bounded
 from sp_core.testing import spmd
 
 

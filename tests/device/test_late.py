@@ -17,7 +17,7 @@ import sp_core as sp
 from device.build import load
 from device.plugin import TRANSPORTS
 from sp_core.attention.cuda import on_device
-from sp_core.machine import bounded
+from sp_core.launch.bounded import bounded
 from sp_core.schedules import operation
 from sp_core.testing import device, given, run_threads, spmd
 from sp_core.transport import Handle, cuda, on_stream
