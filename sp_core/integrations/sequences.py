@@ -1,4 +1,7 @@
-"""Read documents and padding from whole sequences, and shorten tensors to texts to compare."""
+"""Check whole sequences, the arguments of a forward, and read documents from them.
+
+Tensors are also shortened to texts, which ranks compare.
+"""
 
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -7,11 +10,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_core import arguments
+from sp_core.communicator import Communicator
+from sp_core.errors import ShapeError
 from sp_core.llama.config import check_tokens
 from sp_core.nn.loss import IGNORED
 
+WHOLE = ("input_ids", "attention_mask", "position_ids", "labels")
+"""The arguments of a forward that are tensors (B, S) of the whole sequence."""
+DTYPES = {"input_ids": (torch.int64, torch.int32), "labels": (torch.int64,)}
+"""The dtypes that torch's embedding and loss take, by argument of a forward."""
 
-def check_values(given: Mapping[str, Any], config: Any) -> None:
+REMEDY = "Leave them out; to generate, save the model and load it without `parallelize`."
+TAKEN = (*WHOLE, "num_items_in_batch", "return_dict", "output_hidden_states")
+
+
+def check_inputs(given: Mapping[str, Any], config: Any, comm: Communicator) -> None:
+    """Raise an error, on this rank, if a parallelized model cannot take these arguments.
+
+    `given`: the arguments of a forward by name; `comm`: the ranks that share each sequence.
+    """
+    unset = (None, False, 0)
+    other = [
+        name
+        for name, x in given.items()
+        if name not in TAKEN and not any(x is value for value in unset)
+    ]
+    if other:
+        raise ValueError(f"{other} were given; a parallelized model takes {TAKEN}. {REMEDY}")
+    tokens: Any = given.get("input_ids")
+    for name in WHOLE:
+        x: Any = given.get(name)
+        if x is None and name != "input_ids":
+            continue
+        arguments.check_tensor(x, comm, name, DTYPES.get(name))
+        rows = (1, len(tokens)) if name == "position_ids" else (len(tokens),)
+        if x.dim() != 2 or x.shape[0] not in rows or x.shape[1] != tokens.shape[1]:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, input_ids {tuple(tokens.shape)}; needed is "
+                "(batch, tokens of the whole sequence), the same on every rank."
+            )
+    if tokens.shape[1] < comm.size or not len(tokens):
+        raise ShapeError(
+            f"{len(tokens)} sequences of {tokens.shape[1]} tokens were given to {comm.size} ranks; "
+            "transformers needs at least one sequence, and at least one token on each rank. Use "
+            "fewer ranks, or pad."
+        )
+    _check_values(given, config)
+
+
+def _check_values(given: Mapping[str, Any], config: Any) -> None:
     """Raise ValueError for tokens, labels, documents or padding that no forward takes."""
     labels, mask = given.get("labels"), given.get("attention_mask")
     check_tokens(given["input_ids"], config)

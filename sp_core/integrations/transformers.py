@@ -26,15 +26,14 @@ from torch.utils._pytree import tree_leaves
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce
-from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
-from sp_core.integrations.sequences import byte_sums, check_values, digest, positions_of
+from sp_core.integrations.sequences import WHOLE, byte_sums, check_inputs, digest, positions_of
 from sp_core.llama.grid import Grid
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_loss
-from sp_core.nn.replicated import check_hooks, learning
+from sp_core.nn.replicated import autocast_dtype, check_hooks, learning
 from sp_core.sharding import Sharding
 
 NAME = "sp_core"
@@ -45,18 +44,16 @@ MODELS = ("gemma2", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 AXES = ("dp", "ring", "ulysses")
-WHOLE = ("input_ids", "attention_mask", "position_ids", "labels")
-"""The arguments of a forward that are tensors (B, S) of the whole sequence."""
-DTYPES = {"input_ids": (torch.int64, torch.int32), "labels": (torch.int64,)}
-"""The dtypes that torch's embedding and loss take, by argument of a forward."""
-
-REMEDY = "Leave them out; to generate, save the model and load it without `parallelize`."
-TAKEN = (*WHOLE, "num_items_in_batch", "return_dict", "output_hidden_states")
 LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
 """The environment variables by which accelerate finds other processes."""
+
+OTHER_LOSS = (
+    "computes another loss than transformers, and would see only this rank's tokens. Leave it "
+    "out. Compute a loss of your own from the logits of a call without labels."
+)
 
 Held = list[tuple[nn.Parameter, Tensor | None]]
 """Parameters, each with its gradient before a backward."""
@@ -105,8 +102,9 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
 
     These errors are raised on every rank. The forward, too, raises them: for inputs that differ
     between ranks, a cache, `output_attentions` or attention dropout, for example. A backward that
-    leaves no gradient in `.grad`, as of `torch.autograd.grad`, raises a RuntimeError. After any
-    error in a backward `.grad` is what it was before.
+    leaves no gradient in `.grad`, as of `torch.autograd.grad`, raises a RuntimeError, and so does
+    one that uses a weight added after the last forward. After any error in a backward `.grad` is
+    what it was before, except that of such a weight.
     """
     arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, ring=4).")
 
@@ -132,8 +130,8 @@ def one_process() -> Iterator[None]:
     """Hide the other processes from accelerate while `TrainingArguments` are made.
 
     The Trainer of each rank then takes all batches instead of a share, as `parallelize` needs it.
-    It does not wrap the model. At the end of the `with` block the environment variables of
-    launchers are put back.
+    If the process sees at most one GPU, it does not wrap the model either. At the end of the `with`
+    block the environment variables of launchers are put back.
     """
     hidden = {name: os.environ.pop(name) for name in LAUNCHERS if name in os.environ}
     try:
@@ -152,12 +150,14 @@ class _Parallel:
         from transformers import AttentionInterface
 
         self._model, self._grid, self._layout = model, grid, layout
-        self._backward = -1
+        self._held: Held = []
+        self._has_loss = False
         AttentionInterface.register(NAME, _attend)
         model.set_attn_implementation(NAME)
         model.loss_function = self._loss
         model.register_forward_pre_hook(self._shard, with_kwargs=True)
-        model.register_forward_hook(self._watch)
+        model.register_forward_hook(self._watch, with_kwargs=True)
+        self._hook_weights()
 
     def _shard(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -165,23 +165,26 @@ class _Parallel:
         """Replace whole sequences by this rank's shards. Return the forward's (args, kwargs)."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         comm, items = self._grid.sequence, given.get("num_items_in_batch")
-        kind, learns = type(model).__name__, learning(model)
+        kind = type(model).__name__
+        how = f"autocast={autocast_dtype(self._grid.data.device)}, {learning(model)}"
 
         def call() -> str:
             whole = [given.get(name) for name in WHOLE]
             return (
                 f"{kind}.forward of {tuple(given['input_ids'].shape)} tokens "
                 f"#{digest(*whole)}, grad={torch.is_grad_enabled()}, training={model.training}, "
-                f"{learns}"
+                f"{how}"
             )
 
         with agreeing_in_turn() as agree_on:
-            agree_on(comm, call, lambda: _check_inputs(model, given, comm))
+            agree_on(comm, call, lambda: self._check(given))
             counts = agree_on(
                 self._grid.replicas,
-                lambda: f"{kind}.forward, counted={items is not None}, {learns}",
+                lambda: f"{kind}.forward, counted={items is not None}, {how}",
                 lambda: int(items or 0),
             )
+        self._hook_weights()
+        self._has_loss = False
         tokens, positions, documents = given["input_ids"], *positions_of(given)
         sharding: Sharding = getattr(Sharding, self._layout)(tokens.shape[1], comm.size)
         whole = {"input_ids": tokens, "position_ids": positions}
@@ -211,11 +214,46 @@ class _Parallel:
         `num_items_in_batch` is given, `_shard` has added up the counts of all replicas, and the sum
         of the losses is divided by that instead.
         """
-        grid, count = self._grid, num_items_in_batch
+        grid, count, self._has_loss = self._grid, num_items_in_batch, True
         return next_token_loss(logits, labels, tensor=grid.tensor, data=grid.data, count=count)
 
-    def _watch(self, model: object, args: object, out: Any) -> None:
-        """Call `_begin` as soon as a backward reaches a tensor among the results of a forward."""
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Raise an error, on this rank, if the model cannot compute a forward of `given`."""
+        model, config = self._model, self._model.config
+        _check_config(model, self._loss, self._begin)
+        if config._attn_implementation != NAME:
+            raise ValueError(
+                f"the attention implementation was changed to {config._attn_implementation!r} "
+                f"after parallelize; it must stay {NAME!r}. Load the model again for another one."
+            )
+        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+            raise ValueError(
+                "a parallelized model was called inside DistributedDataParallel, which divides its "
+                "gradients. Call it without; make TrainingArguments inside `with one_process()`."
+            )
+        check_inputs(given, config, self._grid.sequence)
+
+    def _unhooked(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the weights that learn, with names, whose gradients do not make `_begin` run."""
+        return [
+            (name, weight)
+            for name, weight in self._model.named_parameters()
+            if weight.requires_grad and self._begin not in (weight._backward_hooks or {}).values()
+        ]
+
+    def _hook_weights(self) -> None:
+        """Let `_begin` run before a weight that learns gets a gradient."""
+        for _, weight in self._unhooked():
+            weight.register_hook(self._begin)
+
+    def _watch(self, model: object, args: object, kwargs: Mapping[str, Any], out: Any) -> None:
+        """Let `_begin` run as soon as a backward reaches a tensor among the results of a forward.
+
+        Without these hooks, if the weights outside reentrant checkpoints are frozen, the backward
+        of each checkpoint would sum its gradients by itself.
+        """
+        if kwargs.get("labels") is not None and not self._has_loss:
+            raise ValueError(f"{type(model).__name__}.forward {OTHER_LOSS}")
         for x in tree_leaves(tuple(out.values() if isinstance(out, Mapping) else out)):
             if isinstance(x, Tensor) and x.requires_grad:
                 x.register_hook(self._begin)
@@ -225,11 +263,15 @@ class _Parallel:
 
         If it fails, put the earlier ones back.
         """
-        backward = torch._C._current_graph_task_id()
-        if backward == self._backward:
+        if self._held:
             return
-        self._backward = backward
-        held = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
+        late = [name for name, weight in self._unhooked() if weight.grad is not None]
+        if late:
+            raise RuntimeError(
+                f"{late} have gradients of this rank alone, because they were added or unfrozen "
+                "after the last forward of the model. Do this before a forward."
+            )
+        self._held = held = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
         for parameter, _ in held:
             parameter.grad = None
         engine: Any = torch.autograd.Variable._execution_engine
@@ -262,9 +304,10 @@ class _Parallel:
 
 
 def _put_back(held: Held) -> None:
-    """Set the gradient of each parameter to the one held, or None."""
+    """Set the gradient of each parameter to the one held, or None. Then empty `held`."""
     for parameter, earlier in held:
         parameter.grad = earlier
+    held.clear()
 
 
 def _attend(
@@ -301,6 +344,7 @@ def _attend(
 def _checked(model: Any, mesh: Mesh, layout: str) -> list[Tensor]:
     """Check the arguments of `parallelize`. Return the parameters and buffers of the model."""
     from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import ForCausalLMLoss
 
     arguments.check_type("model", model, PreTrainedModel, "Load it with AutoModelForCausalLM.")
     other = [axis for axis, size in mesh.axes.items() if axis not in AXES and size > 1]
@@ -321,70 +365,32 @@ def _checked(model: Any, mesh: Mesh, layout: str) -> list[Tensor]:
         raise ValueError(f"{kind} has no language model head. Use the model's ForCausalLM class.")
     if config._attn_implementation == NAME:
         raise ValueError(f"this {kind} was parallelized before. Load it again.")
-    _check_config(model)
+    _check_config(model, ForCausalLMLoss)
     return [*model.parameters(), *model.buffers()]
 
 
-def _check_config(model: Any) -> None:
-    """Raise a ValueError for settings or hooks of a model that need all tokens on one rank."""
+def _check_config(model: Any, loss: object, hook: object = None) -> None:
+    """Raise a ValueError for settings or hooks of a model that `parallelize` does not support.
+
+    `loss` is the loss function that the model must have, `hook` one that its weights may have.
+    """
     if torch.is_grad_enabled():
-        check_hooks(model)
+        check_hooks(model, hook)
+    if model.loss_function != loss:
+        raise ValueError(f"{type(model).__name__}.loss_function {OTHER_LOSS}")
     outputs = ("output_attentions", "output_router_logits")
     wrong = [f"{name}=True" for name in outputs if getattr(model.config, name, False)]
+    wrong += ["is_causal=False"] * (not getattr(model.config, "is_causal", True))
     wrong += [
         f"{name}={value!r}"
         for module in model.modules()
         for name, value in vars(module).items()
-        if (name == "attention_dropout" and value)
+        if (name in ("attention_dropout", "neftune_noise_alpha") and value)
+        or (name == "is_causal" and not value)
         or (name == "rope_type" and value in ("dynamic", "longrope"))
     ]
     if wrong:
         raise ValueError(
-            f"{type(model).__name__} has {sorted({*wrong})}, which need all tokens on one rank. "
+            f"{type(model).__name__} has {sorted({*wrong})}, which parallelize does not support. "
             "Load it without: AutoModelForCausalLM.from_pretrained(..., attention_dropout=0.0)."
         )
-
-
-def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> None:
-    """Raise an error, on this rank, if the model cannot compute a forward with these arguments.
-
-    `given`: the arguments by name; `comm`: the ranks that share each sequence.
-    """
-    _check_config(model)
-    if model.config._attn_implementation != NAME:
-        raise ValueError(
-            f"the attention implementation was changed to {model.config._attn_implementation!r} "
-            f"after parallelize; it must stay {NAME!r}. Load the model again for another one."
-        )
-    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
-        raise ValueError(
-            "a parallelized model was called inside DistributedDataParallel, which divides its "
-            "gradients. Call it without; make TrainingArguments inside `with one_process()`."
-        )
-    unset = (None, False, 0)
-    other = [
-        name
-        for name, x in given.items()
-        if name not in TAKEN and not any(x is value for value in unset)
-    ]
-    if other:
-        raise ValueError(f"{other} were given; a parallelized model takes {TAKEN}. {REMEDY}")
-    tokens: Any = given.get("input_ids")
-    for name in WHOLE:
-        x: Any = given.get(name)
-        if x is None and name != "input_ids":
-            continue
-        arguments.check_tensor(x, comm, name, DTYPES.get(name))
-        rows = (1, len(tokens)) if name == "position_ids" else (len(tokens),)
-        if x.dim() != 2 or x.shape[0] not in rows or x.shape[1] != tokens.shape[1]:
-            raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}, input_ids {tuple(tokens.shape)}; needed is "
-                "(batch, tokens of the whole sequence), the same on every rank."
-            )
-    if tokens.shape[1] < comm.size or not len(tokens):
-        raise ShapeError(
-            f"{len(tokens)} sequences of {tokens.shape[1]} tokens were given to {comm.size} ranks; "
-            "transformers needs at least one sequence, and at least one token on each rank. Use "
-            "fewer ranks, or pad."
-        )
-    check_values(given, model.config)

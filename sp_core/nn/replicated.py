@@ -253,13 +253,14 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def check_hooks(module: nn.Module) -> None:
-    """Raise a ValueError, on this rank, if a weight has a hook on its gradient.
+def check_hooks(module: nn.Module, own: object = None) -> None:
+    """Raise a ValueError, on this rank, if a weight has a hook on its gradient other than `own`.
 
     Call it for modules whose gradients are summed over ranks after the backward.
     """
     for name, weight in module.named_parameters():
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        hooks = (weight._backward_hooks or {}).values()
+        if weight._post_accumulate_grad_hooks or any(hook != own for hook in hooks):
             raise ValueError(
                 f"{name} has a hook on its gradient, which would see only this rank's part. Remove "
                 "it, and change gradients or step the optimizer after backward."

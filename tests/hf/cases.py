@@ -60,12 +60,12 @@ class InFloat64(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.backward:
-            return self._backward(args[0])
+            return self._backward(args[0], (kwargs or {}).get("retain_graph") or False)
         func = torch.Tensor.double if func is torch.Tensor.float else func
         wide = {name: _wider(x) for name, x in (kwargs or {}).items()}
         return func(*map(_wider, args), **wide)
 
-    def _backward(self, loss: Tensor) -> None:
+    def _backward(self, loss: Tensor, keep: bool) -> None:
         """Run autograd's engine inside the mode: recomputed checkpoints need it.
 
         Torch disables the mode inside its own functions, so `Tensor.backward` cannot be called.
@@ -73,7 +73,7 @@ class InFloat64(TorchFunctionMode):
         engine: Any = torch.autograd.Variable._execution_engine
         flags = {"allow_unreachable": True, "accumulate_grad": True}
         with self:
-            engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), **flags)
+            engine.run_backward((loss,), (torch.ones_like(loss),), keep, False, (), **flags)
 
 
 def _wider(x: Any) -> Any:

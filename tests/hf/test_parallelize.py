@@ -223,16 +223,50 @@ def test_a_row_may_have_any_stride() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("outputs", ["logits", "hidden_states", "new head"])
-def test_a_loss_of_ones_own_has_the_gradients_of_one_process(outputs: str) -> None:
-    """The loss is a sum over tokens, of one of the outputs. The head may be replaced before."""
+def own_loss(whole: Any, case: str, added: torch.nn.Linear, ranks: int) -> Tensor:
+    """Return a sum over tokens: of an output, a caught activation, or a part of one's own."""
+    caught: list[Tensor] = []
+    whole.model.norm.register_forward_pre_hook(lambda norm, args: caught.append(args[0]))
+    with_states = case == "hidden states" or "part" in case
+    tokens = inputs()["input_ids"]
+    out = whole(input_ids=tokens, output_hidden_states=with_states, use_cache=False)
+    x = caught[0] if "caught" in case else out.logits
+    loss: Tensor = (out.hidden_states[1] if case == "hidden states" else x).square().sum()
+    if case == "penalty on a part":
+        return loss + added.weight.square().sum() / ranks
+    return loss + added(out.hidden_states[-1]).square().sum() if "part" in case else loss
 
-    def backward(whole: Any) -> Values:
-        if outputs == "new head":
+
+OWN_LOSSES = (
+    *("logits", "hidden states", "new head", "logits twice", "caught", "caught, recomputed"),
+    *("part", "later part", "part of a frozen model", "recomputed part", "penalty on a part"),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("case", OWN_LOSSES)
+def test_a_loss_of_ones_own_has_the_gradients_of_one_process(case: str) -> None:
+    """The head may be replaced before. A part of one's own is added before or afterwards.
+
+    Recomputed layers are inside reentrant checkpoints, which run a backward inside the backward.
+    """
+
+    def backward(whole: Any, mesh: sp.Mesh | None = None) -> Values:
+        added = torch.nn.Linear(18, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.constant_(added.weight, 0.3)
+        if case == "new head":
             whole.set_output_embeddings(copy.deepcopy(whole.lm_head))
-        out = whole(input_ids=inputs()["input_ids"], output_hidden_states=True, use_cache=False)
-        x = out.hidden_states[1] if outputs == "hidden_states" else out.logits
-        x.square().sum().backward()
+        if "recomputed" in case:
+            whole.train().gradient_checkpointing_enable({"use_reentrant": True})
+        whole.requires_grad_(case != "part of a frozen model")
+        whole.aux = None if case == "later part" else added
+        if mesh:
+            integration.parallelize(whole, mesh)
+        whole.aux = added
+        loss = own_loss(whole, case, added, 2 if mesh else 1)
+        loss.backward(retain_graph=True)
+        if case == "logits twice":
+            loss.backward()
         return gradients(whole)
 
     with InFloat64():
@@ -240,7 +274,7 @@ def test_a_loss_of_ones_own_has_the_gradients_of_one_process(outputs: str) -> No
 
     def body(comm: Any) -> Values:
         with InFloat64(), sp.Mesh(comm, ring=2) as mesh:
-            return backward(integration.parallelize(model("llama"), mesh))
+            return backward(model("llama"), mesh)
 
     for got in run_threads(2, body):
         assert got.keys() == want.keys()
@@ -265,7 +299,7 @@ def test_a_failed_backward_keeps_earlier_gradients(hooked: str | None) -> None:
         finally:
             hook.remove()
 
-    def body(comm: Any) -> None:
+    def body(comm: Any) -> Values:
         with InFloat64(), sp.Mesh(comm, ring=2) as mesh:
             parallel = integration.parallelize(model("llama"), mesh)
             parallel(**inputs()).loss.backward()
@@ -277,8 +311,10 @@ def test_a_failed_backward_keeps_earlier_gradients(hooked: str | None) -> None:
             assert all(map(torch.equal, gradients(parallel).values(), before.values()))
             parallel(**inputs(seed=1)).loss.backward()
             assert not any(map(torch.equal, gradients(parallel).values(), before.values()))
+            return gradients(parallel)
 
-    run_threads(2, body)
+    one, other = run_threads(2, body)
+    assert all(map(torch.equal, one.values(), other.values()))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_oss"])

@@ -105,6 +105,31 @@ def other_frozen(parallel: Any, mesh: sp.Mesh) -> None:
     parallel(**inputs())
 
 
+def late(parallel: Any, mesh: sp.Mesh) -> None:
+    """Add a part to the model after its forward, and use it in the loss."""
+    out = parallel(**inputs(), output_hidden_states=True)
+    parallel.aux = torch.nn.Linear(18, 1).double()
+    (out.loss + parallel.aux(out.hidden_states[-1].double()).sum()).backward()
+
+
+def own_forward(parallel: Any, mesh: sp.Mesh) -> None:
+    """Compute the loss in a forward of one's own, as a faster kernel for it may do."""
+    given = parallel.forward
+    parallel.forward = lambda labels, **others: given(**others)
+    parallel(**inputs())
+
+
+def own_loss() -> Any:
+    whole = qwen3()
+    whole.loss_function = torch.nn.functional.cross_entropy
+    return whole
+
+
+def lowered(parallel: Any, mesh: sp.Mesh) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=mesh.rank == 1):
+        parallel(**inputs())
+
+
 def hooked(parallel: Any, mesh: sp.Mesh, ranks: tuple[int, ...]) -> None:
     """Step an optimizer in backward on some ranks, when a weight gets the rank's own gradient."""
     weight = next(parallel.parameters())
@@ -153,6 +178,15 @@ DIFFERENT: list[dict[str, Any]] = [
 CASES = [
     *(Wrong(text, called(wrong, ranks)) for wrong, text in REFUSED for ranks in ((0, 1), (1,))),
     Wrong("attention_dropout=0.1", changed("attention_dropout", 0.1, "model.layers.0.self_attn")),
+    Wrong("is_causal=False", changed("is_causal", False)),
+    Wrong("is_causal=False", changed("is_causal", False, "model.layers.1.self_attn")),
+    Wrong("is_causal=False", made=lambda: configured("qwen2", is_causal=False)),
+    Wrong("neftune_noise_alpha=5.0", changed("neftune_noise_alpha", 5.0, "model.embed_tokens")),
+    Wrong("loss_function computes another", changed("loss_function", len, "")),
+    Wrong("loss_function computes another", made=own_loss),
+    Wrong("forward computes another loss", own_forward),
+    Wrong("Do this before a forward", late),
+    *(Wrong("ranks disagree", lowered, axes={axis: 2}) for axis in ("ring", "dp")),
     Wrong("output_router_logits=True", changed("output_router_logits", True)),
     Wrong("was changed to 'sdpa'", changed("_attn_implementation", "sdpa")),
     Wrong("ranks disagree", lambda parallel, mesh: parallel(**inputs(seed=mesh.rank))),
