@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -357,12 +358,14 @@ def program(
     text: str | None,
     options: Options,
     interrupted: str = "interrupted.",
+    crashed: int = 1,
     **defaults: object,
 ) -> Callable[[Callable[[argparse.Namespace], int]], Main]:
     """Return a decorator that makes a program of a function; for the arguments see `parse`.
 
     The function takes the parsed options and returns the exit code. Bad options and an interruption
-    are reported in one line, with the exit codes 2 and 130.
+    are reported in one line, with the exit codes 2 and 130. Another error has the exit code
+    `crashed`, and its traceback is printed.
     """
 
     def decorate(run: Callable[[argparse.Namespace], int]) -> Main:
@@ -376,6 +379,9 @@ def program(
             except KeyboardInterrupt:
                 print(f"\n{name}: {interrupted}", file=sys.stderr)
                 return INTERRUPTED
+            except Exception:  # noqa: BLE001  # its traceback is printed
+                traceback.print_exc()
+                return crashed
 
         return guarded
 

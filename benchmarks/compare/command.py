@@ -2,8 +2,8 @@
 
 The commit where HEAD left BASE is compared with HEAD. Every case is launched in pairs of both, in
 random order. Cases that look changed after 10 pairs are measured in 20 more. Exit code: 0 no judged
-case regressed, 1 one did, 2 usage, 3 something is missing or does not match, or nothing
-could be judged, 4 inconclusive under --strict.
+case regressed, 1 one did, 2 usage, 3 something is missing or does not match, nothing could be
+judged, or the comparison itself failed, 4 inconclusive under --strict.
 
 Each side is a worktree of its commit. Only the library comes from it; harness and cases are those
 of the present tree for both.
@@ -27,7 +27,7 @@ import msgspec
 
 from benchmarks.cases.setting import Setting
 from benchmarks.compare.pairs import SIDES, STAGES, build, coin, grouped
-from benchmarks.compare.rule import RECORDS, Key, Result, Side, section, summary, table
+from benchmarks.compare.rule import DELTAS, RECORDS, Key, Result, Side, section, summary, table
 from benchmarks.launching import (
     KEEP_MEMORY,
     REPORTS,
@@ -60,6 +60,7 @@ MEASURING: Options = {
     ),
     "--full": about(action="store_true", help="all cases of `nox -s bench`"),
     **starting(ranks="1,2", timeout=300.0),
+    "--device": about(default="cpu", choices=tuple(DELTAS), help="default: %(default)s"),
     "--out": about(
         type=Path, metavar="FOLDER", help="new folder (default: one in reports/compare)"
     ),
@@ -74,7 +75,7 @@ OPTIONS: Options = {
 }
 
 
-@program("compare", __doc__, OPTIONS, KEPT)
+@program("compare", __doc__, OPTIONS, KEPT, crashed=3)
 def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
     out = fresh_folder(options.out)
