@@ -287,6 +287,6 @@ def test_the_times_of_a_race_count_from_its_first_sample() -> None:
     """Readings of a clock that runs for days would lose a short duration when they are rounded."""
     spans = iter([(1e6 + 1, 1e6 + 2), (1e6 + 3, 1e6 + 4)])
     other = {"a": [ABSENT, ABSENT]}
-    assert race(Mock(allgather=lambda mine: [mine]), {}, 2, 0) == {}
-    world = Mock(allgather=lambda mine: [mine, other])
+    assert race(Mock(bcast=float, allgather=lambda mine: [mine]), {}, 2, 0) == {}
+    world = Mock(bcast=float, allgather=lambda mine: [mine, other])
     assert race(world, {"a": lambda: next(spans)}, 2, 0) == {"a": [[(0, 1), (2, 3)], other["a"]]}
