@@ -235,14 +235,6 @@ def run(
     return {"took_s": time.monotonic() - start, **found}
 
 
-def commit(root: Path = ROOT) -> Record:
-    """Return "sha", the commit's hash, and "dirty", whether files differ; each None if unknown."""
-    options = ("--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-    changed = git(root, "status", *options)
-    dirty = None if changed is None else bool(changed)
-    return {"sha": git(root, "rev-parse", "HEAD"), "dirty": dirty}
-
-
 def write_json(path: Path, document: Any) -> None:
     """Replace a file in one step; make its folder if it is missing.
 
@@ -343,14 +335,6 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> Record
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     complaint = (errors or lines or ["nothing was printed"])[0]
     return {"status": "failed", "reason": f"exit code {code} while {doing}: {complaint}"}
-
-
-def git(root: Path, *arguments: str) -> str | None:
-    """Return the output of git in a checkout; None if it fails."""
-    how: Record = {"cwd": root, "capture_output": True, "text": True, "timeout": 30}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return str(subprocess.run(["git", *arguments], check=True, **how).stdout).strip()
-    return None
 
 
 def program(

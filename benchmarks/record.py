@@ -18,6 +18,7 @@ import msgspec
 
 from benchmarks import launching, records
 from benchmarks.cases.setting import LAYERS, Setting
+from benchmarks.checkout import commit
 from benchmarks.launching import (
     REPORTS,
     ROOT,
@@ -26,7 +27,6 @@ from benchmarks.launching import (
     Progress,
     UsageError,
     about,
-    commit,
     numbers_of_ranks,
     tail,
     writable,

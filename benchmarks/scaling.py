@@ -22,13 +22,13 @@ from benchmarks.cases.setting import (
     Verdict,
     mesh_of,
 )
+from benchmarks.checkout import commit
 from benchmarks.launching import (
     REPORTS,
     Launch,
     Options,
     UsageError,
     about,
-    commit,
     numbers_of_ranks,
     writable,
     write_json,

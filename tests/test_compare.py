@@ -201,6 +201,21 @@ def test_commits_that_cannot_be_compared(
         commits(base, head)
 
 
+def test_a_failure_of_git_is_told_and_blames_no_commit(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cannot = pytest.raises(UsageError, match=r"git cannot check out .* git: fatal: .*abc")
+    with cannot, sides("abc", "abc", ("main", "main")):
+        pass
+    with monkeypatch.context() as one:
+        one.setattr(command, "ROOT", tmp_path)
+        with pytest.raises(UsageError, match=r"git cannot read .* git: fatal: not a git repo"):
+            commits("main", "side")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"git cannot read .* git: .*No such file .*'git'"):
+        commits("main", "side")
+
+
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, UsageError])
 def test_worktrees_go_however_the_block_ends(end: type[BaseException], repository: Path) -> None:
     hashes = commits("main", "side")

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.cases.setting import Setting
+from benchmarks.checkout import commit, git, needed
 from benchmarks.compare.pairs import SIDES, STAGES, build, coin, grouped
 from benchmarks.compare.rule import DELTAS, RECORDS, Key, Result, Side, section, summary, table
 from benchmarks.launching import (
@@ -37,8 +38,6 @@ from benchmarks.launching import (
     Progress,
     UsageError,
     about,
-    commit,
-    git,
     numbers_of_ranks,
     program,
     starting,
@@ -151,22 +150,21 @@ def commits(base: str, head: str) -> tuple[str, str]:
     """Return the hashes to compare: of the commit where head left base, and of head.
 
     Raises:
-        UsageError: a commit is not known, or the two have no common ancestor.
+        UsageError: git fails, a commit is not known, or the two have no common ancestor.
     """
+    told = "git cannot read {}. Install git, and run this in a clone of your own."
+    needed(ROOT, "rev-parse", "--git-dir", complaint=told.format(ROOT))
     verify = ("rev-parse", "--verify", "--quiet", "--end-of-options")
-    found = {name: git(ROOT, *verify, f"{name}^{{commit}}") for name in (base, head)}
-    for name, sha in found.items():
-        if sha is None:
-            raise UsageError(
-                f"{name!r} is no commit of this repository. Fetch it, or pass another one."
-            )
-    left = git(ROOT, "merge-base", base, head)
-    if left is None:
-        raise UsageError(
-            f"{base!r} and {head!r} have no commit in common here. "
-            "Fetch more history: git fetch --unshallow"
-        )
-    return left, found[head] or head
+    told = "{!r} is no commit of this repository. Fetch it, or pass another one."
+    _, tip = (
+        needed(ROOT, *verify, f"{name}^{{commit}}", complaint=told.format(name))
+        for name in (base, head)
+    )
+    told = (
+        f"{base!r} and {head!r} have no commit in common here. "
+        "Fetch more history: git fetch --unshallow."
+    )
+    return needed(ROOT, "merge-base", base, head, complaint=told), tip
 
 
 @contextlib.contextmanager
@@ -187,8 +185,8 @@ def sides(base: str, head: str, refs: tuple[str, str]) -> Iterator[tuple[Side, S
             root = folder / side
             no_hooks = ("-c", "core.hooksPath=/dev/null")  # the user's hooks must not run
             add = ("worktree", "add", "--quiet", "--detach", str(root), sha)
-            if git(ROOT, *no_hooks, *add) is None:
-                raise UsageError(f"git cannot check out {sha} into {root}.")
+            told = f"git cannot check out {sha} into {root}."
+            needed(ROOT, *no_hooks, *add, complaint=told)
             stack.callback(git, ROOT, "worktree", "remove", "--force", str(root))
             if (asked := pins(root)) != (present := pins(ROOT)):
                 raise UsageError(
