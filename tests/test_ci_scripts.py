@@ -337,6 +337,15 @@ def test_no_push_to_main_takes_the_place_of_another() -> None:
         assert "github.sha }}" in group, name
 
 
+def test_a_pull_request_is_compared_with_the_commit_that_it_was_merged_onto() -> None:
+    """The base that the event names may be older: its commits since would be judged, too."""
+    compare = jobs(WORKFLOWS["ci.yml"])["compare"]
+    assert "github.event.pull_request.base" not in compare
+    assert '-s compare -- "HEAD^1" --out' in compare
+    assert "          fetch-depth: 0\n" in compare
+    assert values("ref", compare) == []  # HEAD is the merge
+
+
 def test_a_case_that_failed_costs_no_other_record_of_its_commit() -> None:
     record, append = jobs(WORKFLOWS["bench-history.yml"]).values()
     assert re.search(r"if: \${{ !cancelled\(\) }}.*\n *uses: actions/upload-artifact@", record)
