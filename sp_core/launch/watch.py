@@ -82,6 +82,7 @@ class Watch:
             self.hang = self.stack = os.dup(2)
         self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
+        faulthandler.unregister(STACKS)  # else a second watch of the process would keep SIG_IGN
         # in effect once faulthandler has ended, so in MPI_Finalize
         signal.signal(STACKS, signal.SIG_IGN)
         faulthandler.register(STACKS, self.stack, all_threads=True, chain=False)
