@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,14 +235,6 @@ def run(
     return {"took_s": time.monotonic() - start, **found}
 
 
-def commit(root: Path = ROOT) -> Record:
-    """Return "sha", the commit's hash, and "dirty", whether files differ; each None if unknown."""
-    options = ("--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-    changed = git(root, "status", *options)
-    dirty = None if changed is None else bool(changed)
-    return {"sha": git(root, "rev-parse", "HEAD"), "dirty": dirty}
-
-
 def write_json(path: Path, document: Any) -> None:
     """Replace a file in one step; make its folder if it is missing.
 
@@ -344,25 +337,19 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> Record
     return {"status": "failed", "reason": f"exit code {code} while {doing}: {complaint}"}
 
 
-def git(root: Path, *arguments: str) -> str | None:
-    """Return the output of git in a checkout; None if it fails."""
-    how: Record = {"cwd": root, "capture_output": True, "text": True, "timeout": 30}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return str(subprocess.run(["git", *arguments], check=True, **how).stdout).strip()
-    return None
-
-
 def program(
     name: str,
     text: str | None,
     options: Options,
     interrupted: str = "interrupted.",
+    crashed: int = 1,
     **defaults: object,
 ) -> Callable[[Callable[[argparse.Namespace], int]], Main]:
     """Return a decorator that makes a program of a function; for the arguments see `parse`.
 
     The function takes the parsed options and returns the exit code. Bad options and an interruption
-    are reported in one line, with the exit codes 2 and 130.
+    are reported in one line, with the exit codes 2 and 130. Another error has the exit code
+    `crashed`, and its traceback is printed.
     """
 
     def decorate(run: Callable[[argparse.Namespace], int]) -> Main:
@@ -376,6 +363,9 @@ def program(
             except KeyboardInterrupt:
                 print(f"\n{name}: {interrupted}", file=sys.stderr)
                 return INTERRUPTED
+            except Exception:  # noqa: BLE001  # its traceback is printed
+                traceback.print_exc()
+                return crashed
 
         return guarded
 

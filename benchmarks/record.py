@@ -18,6 +18,7 @@ import msgspec
 
 from benchmarks import launching, records
 from benchmarks.cases.setting import LAYERS, Setting
+from benchmarks.checkout import commit
 from benchmarks.launching import (
     REPORTS,
     ROOT,
@@ -26,7 +27,6 @@ from benchmarks.launching import (
     Progress,
     UsageError,
     about,
-    commit,
     numbers_of_ranks,
     tail,
     writable,
@@ -174,7 +174,7 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     try:
         _launch_all(plan, setting, launch, root, earlier)
     except OSError as error:
-        problem = f"{setting.out} cannot be written: {error.strerror}"
+        problem = str(error)  # with the file, if there is one
     reading = records.read(setting.out)
     found = reading.records[earlier:]
     for table in [*tables.per_ranks(derive.rows(found)), *tables.failures(found)]:

@@ -26,8 +26,9 @@ SKEW_LIMIT = 0.05
 """The largest skew, as a share of a sample's median makespan, at which a time is meaningful."""
 
 NAP_SECONDS = 0.002
+TRIES = 20
 Span = tuple[float, float]
-"""The start and the end of a sample on one rank, in seconds."""
+"""The start and the end of a sample on one rank, in seconds of rank 0's clock once gathered."""
 
 ABSENT: Span = (math.inf, -math.inf)
 """The span of a rank that takes no part."""
@@ -121,7 +122,7 @@ def agree(
         sync: waits until the device is idle.
 
     Communication:
-        `PILOT_STEPS + PILOT_BARRIERS` barriers, two all-gathers, one broadcast.
+        `PILOT_STEPS + PILOT_BARRIERS` barriers, `offset`, two all-gathers, one broadcast.
     """
     step()  # the first step touches all memory
     spans, _ = take(step, world, Counts(0, 1, PILOT_STEPS), sync=sync)
@@ -155,9 +156,9 @@ def take(
         The spans, `[rank][sample]`, and how much each noted number grew per step, as `Notes`.
 
     Communication:
-        One barrier per sample, and one all-gather at the end.
+        One barrier per sample, and at the end `offset` and one all-gather.
     """
-    taken: list[tuple[Span, dict[str, float]]] = []
+    spans, notes = list[Span](), list[dict[str, float]]()
     for number in range(1 - counts.warmup, 1 + counts.samples):
         before = note()
         sync()
@@ -166,13 +167,51 @@ def take(
         for _ in range(counts.inner):
             step()
         sync()
-        span, after = (start, time.perf_counter()), note()
-        grown = {name: (after[name] - before.get(name, 0.0)) / counts.inner for name in after}
-        taken.append((span, grown))
+        spans.append((start, time.perf_counter()))
+        after = note()
+        notes.append({name: (after[name] - before.get(name, 0.0)) / counts.inner for name in after})
         tell("timing the step", max(0, number), counts.samples)
-    by_rank = world.allgather(taken[counts.warmup :])
-    spans = [[span for span, _ in rank] for rank in by_rank]
-    return spans, [[grown for _, grown in rank] for rank in by_rank]
+    kept = slice(counts.warmup, None)
+    mine = earlier(spans[kept], offset(world, time.perf_counter)), notes[kept]
+    by_rank = world.allgather(mine)
+    return [spans for spans, _ in by_rank], [notes for _, notes in by_rank]
+
+
+def offset(world: Intracomm, clock: Callable[[], float]) -> float:
+    """Return the seconds that this rank's clock is ahead of rank 0's.
+
+    Communication:
+        20 barriers and broadcasts. Rank 0 reads its clock between the two, thus between the times
+        that every other rank reads before and after them.
+
+    Source: Cristian 1989, Probabilistic clock synchronization, doi:10.1007/BF01784024.
+    """
+    trips = []
+    for _ in range(TRIES):
+        start = clock()
+        world.Barrier()
+        theirs: float = world.bcast(clock())
+        trips.append((start, theirs, clock()))
+    return difference(trips)
+
+
+def difference(trips: Iterable[tuple[float, float, float]]) -> float:
+    """Return the difference of two clocks in seconds, by the trip with the least uncertainty.
+
+    Return 0 if the difference is at most its uncertainty, as for ranks of one node, which share a
+    clock.
+
+    Args:
+        trips: this rank's time before the other's, the other's, and this rank's after it.
+    """
+    start, theirs, end = min(trips, key=lambda trip: trip[2] - trip[0], default=(0.0, 0.0, 0.0))
+    found, doubt = (start + end) / 2 - theirs, (end - start) / 2
+    return 0.0 if abs(found) <= doubt else found
+
+
+def earlier(spans: Iterable[Span], seconds: float) -> list[Span]:
+    """Return spans whose times are less by some seconds."""
+    return [(start - seconds, end - seconds) for start, end in spans]
 
 
 def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -197,6 +236,9 @@ def race(
 
     Returns:
         The spans of each contestant by its name, `[rank][round]`, from the first start on.
+
+    Communication:
+        That of the contestants, then `offset` and one all-gather.
     """
     order = random.Random(seed)
     mine: dict[str, list[Span]] = {name: [] for name in runners}
@@ -205,13 +247,11 @@ def race(
             gc.collect()
             for name in order.sample(list(runners), len(runners)):
                 mine[name].append(runners[name]())
-    every = world.allgather(mine)
+    ahead = offset(world, time.perf_counter)
+    every = world.allgather({name: earlier(spans, ahead) for name, spans in mine.items()})
     starts = [start for rank in every for spans in rank.values() for start, _ in spans]
     first = min(starts, default=0.0)
-    return {
-        name: [[(start - first, end - first) for start, end in rank[name]] for rank in every]
-        for name in runners
-    }
+    return {name: [earlier(rank[name], first) for rank in every] for name in runners}
 
 
 def makespans(by_rank: Sequence[Sequence[Span]]) -> list[float]:

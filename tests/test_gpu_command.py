@@ -1,6 +1,7 @@
 """Test ci/gpu.sh, the tests on a device and the wheels, with a shell script in place of Python."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -69,9 +70,9 @@ def gpu(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **chosen, "PYTHON": str(python)}
 
 
-def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0) -> str:
-    """Run some steps of ci/gpu.sh. Return what is printed."""
-    return run(gpu, ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps, code=code)
+def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0, root: Path = ROOT) -> str:
+    """Run some steps of a checkout's ci/gpu.sh. Return what is printed."""
+    return run(gpu, root / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps, code=code)
 
 
 def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str]) -> None:
@@ -117,6 +118,38 @@ def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str
     assert made == [*names, *names[1:3], names[2]]
     told = gpu_steps({**gpu, "SP_ALL_S": "0"}, f"{steps} records", 1)
     assert "records: not begun" in told
+
+
+def test_the_gpu_command_runs_nobody_elses_environment(gpu: dict[str, str], tmp_path: Path) -> None:
+    """Its folder in /tmp has a name that everybody knows beforehand."""
+    theirs = Path("/proc/sys")  # root's
+    if os.geteuid() == 0:
+        (theirs := tmp_path / "theirs").mkdir()
+        (theirs / "complete").touch()
+        os.chown(theirs, 1, 1)
+    (tmp_path / f"sp_core-gpu-{os.getuid()}").symlink_to(theirs)
+    told = gpu_steps({**gpu, "TMPDIR": str(tmp_path), "SP_VENV": ""}, "doctor", 1)
+    assert "belongs to someone else. Name another folder: SP_VENV=" in told
+    assert not Path(gpu["CALLS"]).exists()
+
+
+def test_the_gpu_command_does_not_mix_results_of_two_codes(
+    gpu: dict[str, str], tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    for folder in ("sp_core", "benchmarks", "tests"):
+        (checkout / folder).mkdir(parents=True)
+    shutil.copytree(ROOT / "ci", checkout / "ci")
+    (code := checkout / "sp_core" / "new file.py").write_text("x = 1")
+    gpu_steps(gpu, "table", root=checkout)
+    assert "table: done before" in gpu_steps(gpu, "table", root=checkout)
+    code.write_text("x = 2")
+    told = gpu_steps(gpu, "table smoke", 2, root=checkout)
+    assert "sp_core-gpu.tar.gz has results of other code. Remove it, or pass another OUT" in told
+    assert len([line for line in called(gpu) if "benchmarks gpu" in line]) == 1
+    Path(gpu["OUT"], "sp_core-gpu.tar.gz").unlink()
+    gpu_steps(gpu, "table", root=checkout)
+    assert len([line for line in called(gpu) if "benchmarks gpu" in line]) == 2
 
 
 @pytest.mark.parametrize("codes", [(0, 0), (0, 1), (-11, 0), (2, -6)])

@@ -115,7 +115,14 @@ def test_a_session_inside_another_ends_with_the_other_in_its_place(current: Sess
 
 
 @pytest.mark.parametrize(
-    "size", [{}, {"PMI_SIZE": "1"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "3"}]
+    "size",
+    [
+        {},
+        {"PMI_SIZE": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_SIZE": "3", "OMPI_COMM_WORLD_SIZE": ""},
+        {"SLURM_STEP_NUM_TASKS": "4"},
+    ],
 )
 @pytest.mark.parametrize("option", [{}, {"with_mpi": True}, {"only_mpi": True}])
 @pytest.mark.parametrize("kind", ["of the kit", "marked", "ordinary"])
@@ -148,7 +155,7 @@ def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
         plugin.pytest_collection_modifyitems(config(**option), [plain, item])
     else:
         started = max(size.values())
-        with pytest.raises(pytest.UsageError, match=f"mpiexec started {started} processes"):
+        with pytest.raises(pytest.UsageError, match=f"mpiexec or srun started {started} processes"):
             plugin.pytest_collection_modifyitems(config(**option), [plain, item])
 
 

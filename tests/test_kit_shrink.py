@@ -196,7 +196,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Mock:
     found.report.side_effect, found.deaths.first.return_value = "report: {}".format, 3
 
     def started(*arguments: Any, output: int) -> Mock:
-        os.write(output, b"no such test")
+        os.write(output, b"no such test\xc3")
         found.arguments = arguments
         return found
 
@@ -226,9 +226,23 @@ def test_an_example_is_blamed_only_for_a_launch_that_has_asked_for_one(
         (folder / UNASKED).unlink()
     with pytest.raises(Lost if asked else shrink_crash.NotStarted) as caught:
         job.ask(Example((0, 1), {"n": 3}))
-    text = f"the launch has ended before it asked for an example:\nno such test\nreport: {reason}"
+    text = f"the launch has ended before it asked for an example:\nno such test�\nreport: {reason}"
     assert caught.value.args == ((f"report: {reason}", 3) if asked else (text,))
     assert launch.trouble.call_args == call(shrink_crash.POLL_SECONDS)
+    job.close()
+
+
+def test_a_launch_that_asks_for_no_example_is_ended_with_its_stacks(
+    launch: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch.trouble.side_effect = ["", "", ""]
+    job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
+    moments = iter([shrink_crash.START_SECONDS, shrink_crash.START_SECONDS + 1.0])
+    monkeypatch.setattr(shrink_crash, "time", Mock(monotonic=lambda: job.begin + next(moments)))
+    with pytest.raises(shrink_crash.NotStarted, match="no example was asked for within 600 s"):
+        job.ask(Example((0, 1), {"n": 3}))
+    assert launch.trouble.call_count == 2
+    launch.deaths.dump.assert_called_once_with()
     job.close()
 
 

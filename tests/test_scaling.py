@@ -5,7 +5,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,12 +18,12 @@ from kit.records import NOTHING, case, dicts, record
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks import launching, scaling
+from benchmarks import launching, sample, scaling
 from benchmarks.cases import block
 from benchmarks.cases.setting import BlockSetting
 from benchmarks.corpus import source_bytes
 from benchmarks.records import make_case
-from benchmarks.sample import makespans, timing
+from benchmarks.sample import Counts, makespans, race, take, timing
 from sp_core.machine import cores
 from sp_core.testing import run_threads
 
@@ -293,6 +296,35 @@ def test_the_time_of_a_step_spans_all_ranks() -> None:
     told = timing(spans, 1)
     assert (told["median_s"], told["skew_limited"]) == (4.25, True)
     assert told["barrier_skew_s"] == {"median": 0.75, "p95": 1.0, "max": 1.0}
+
+
+class Clock(threading.local):
+    """The clock of a rank's node, which was started some days before rank 0's."""
+
+    ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.perf_counter() + self.ahead
+
+
+def test_nodes_with_different_clocks_are_timed_by_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(sample, "time", SimpleNamespace(perf_counter=clock))
+
+    def body(comm: Any) -> list[float]:
+        clock.ahead = 86400.0 * comm.rank
+        spans, _ = take(comm.Barrier, comm, Counts(0, 1, 3), sync=lambda: None)
+        raced = race(comm, {"a": lambda: (clock(), clock())}, 3, seed=0)
+        return [*makespans(spans), *makespans(raced["a"])]
+
+    for found in run_threads(3, body):
+        assert 0 < min(found) <= max(found) < 60
+
+
+def test_ranks_of_a_launcher_may_be_on_other_nodes_with_gpus() -> None:
+    launcher = ("--launcher", "srun --ntasks={ranks}")
+    found = settings("--device", "cuda", "--ranks", "8", *launcher)
+    assert [one.case.ranks for one in found] == [8]
 
 
 def test_the_text_is_python_and_as_long_as_asked() -> None:

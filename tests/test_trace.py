@@ -12,7 +12,8 @@ import sp_core as sp
 from benchmarks.records import ForeignError
 from benchmarks.reporting import report
 from benchmarks.reporting.tables import size
-from benchmarks.reporting.trace import Event, Log, difference, main, merge, shifted, spans
+from benchmarks.reporting.trace import Event, Log, main, merge, shifted, spans
+from benchmarks.sample import difference
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.mpi_skip

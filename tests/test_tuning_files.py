@@ -93,7 +93,7 @@ GOOD = json.dumps(
         "copy": {"points": [[1, 1.0]]},
         "start": 0.0,
         "bind": [0, 0],
-        "times": {},
+        "times": {"all_reduce": {"ring": {"points": [[1, 1.0]]}}},
         "error": [0, 0],
         "measured_at": "",
     }
@@ -104,6 +104,7 @@ BROKEN = {
     "version 0": changed({"schema_version": 0}),
     "damaged": changed({"add": 3}),
     "curve": changed({"add": {"points": [[1, -1.0]]}}),
+    "nodes of at least one rank": changed({"nodes": []}),
     "another machine": changed({"fingerprint": {"host": "there"}}),
 }
 

@@ -5,7 +5,6 @@ calls this in a separate process, because the library to measure need not be the
 would import.
 """
 
-import hashlib
 import importlib
 import sys
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.checkout import digest
 from benchmarks.records import AXIS, SCHEMA_VERSION, Case
 from benchmarks.worker import take_library
 
@@ -96,9 +96,7 @@ def harness_sha() -> str:
 
     Records with the same hash were measured by the same code.
     """
-    paths = sorted(path for pattern in MEASURING for path in BENCHMARKS.glob(pattern))
-    parts = [(str(path.relative_to(BENCHMARKS)).encode(), path.read_bytes()) for path in paths]
-    return hashlib.sha256(b"".join(b"%b\0%b\0" % part for part in parts)).hexdigest()
+    return digest(BENCHMARKS, *MEASURING)
 
 
 def module_of(layer: str) -> Any:

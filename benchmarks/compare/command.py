@@ -2,8 +2,8 @@
 
 The commit where HEAD left BASE is compared with HEAD. Every case is launched in pairs of both, in
 random order. Cases that look changed after 10 pairs are measured in 20 more. Exit code: 0 no judged
-case regressed, 1 one did, 2 usage, 3 something is missing or does not match, or nothing
-could be judged, 4 inconclusive under --strict.
+case regressed, 1 one did, 2 usage, 3 something is missing or does not match, nothing could be
+judged, or the comparison itself failed, 4 inconclusive under --strict.
 
 Each side is a worktree of its commit. Only the library comes from it; harness and cases are those
 of the present tree for both.
@@ -26,8 +26,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.cases.setting import Setting
+from benchmarks.checkout import commit, git, needed
 from benchmarks.compare.pairs import SIDES, STAGES, build, coin, grouped
-from benchmarks.compare.rule import RECORDS, Key, Result, Side, section, summary, table
+from benchmarks.compare.rule import DELTAS, RECORDS, Key, Result, Side, section, summary, table
 from benchmarks.launching import (
     KEEP_MEMORY,
     REPORTS,
@@ -37,8 +38,6 @@ from benchmarks.launching import (
     Progress,
     UsageError,
     about,
-    commit,
-    git,
     numbers_of_ranks,
     program,
     starting,
@@ -60,6 +59,7 @@ MEASURING: Options = {
     ),
     "--full": about(action="store_true", help="all cases of `nox -s bench`"),
     **starting(ranks="1,2", timeout=300.0),
+    "--device": about(default="cpu", choices=tuple(DELTAS), help="default: %(default)s"),
     "--out": about(
         type=Path, metavar="FOLDER", help="new folder (default: one in reports/compare)"
     ),
@@ -74,7 +74,7 @@ OPTIONS: Options = {
 }
 
 
-@program("compare", __doc__, OPTIONS, KEPT)
+@program("compare", __doc__, OPTIONS, KEPT, crashed=3)
 def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
     out = fresh_folder(options.out)
@@ -150,22 +150,21 @@ def commits(base: str, head: str) -> tuple[str, str]:
     """Return the hashes to compare: of the commit where head left base, and of head.
 
     Raises:
-        UsageError: a commit is not known, or the two have no common ancestor.
+        UsageError: git fails, a commit is not known, or the two have no common ancestor.
     """
+    told = "git cannot read {}. Install git, and run this in a clone of your own."
+    needed(ROOT, "rev-parse", "--git-dir", complaint=told.format(ROOT))
     verify = ("rev-parse", "--verify", "--quiet", "--end-of-options")
-    found = {name: git(ROOT, *verify, f"{name}^{{commit}}") for name in (base, head)}
-    for name, sha in found.items():
-        if sha is None:
-            raise UsageError(
-                f"{name!r} is no commit of this repository. Fetch it, or pass another one."
-            )
-    left = git(ROOT, "merge-base", base, head)
-    if left is None:
-        raise UsageError(
-            f"{base!r} and {head!r} have no commit in common here. "
-            "Fetch more history: git fetch --unshallow"
-        )
-    return left, found[head] or head
+    told = "{!r} is no commit of this repository. Fetch it, or pass another one."
+    _, tip = (
+        needed(ROOT, *verify, f"{name}^{{commit}}", complaint=told.format(name))
+        for name in (base, head)
+    )
+    told = (
+        f"{base!r} and {head!r} have no commit in common here. "
+        "Fetch more history: git fetch --unshallow."
+    )
+    return needed(ROOT, "merge-base", base, head, complaint=told), tip
 
 
 @contextlib.contextmanager
@@ -186,8 +185,8 @@ def sides(base: str, head: str, refs: tuple[str, str]) -> Iterator[tuple[Side, S
             root = folder / side
             no_hooks = ("-c", "core.hooksPath=/dev/null")  # the user's hooks must not run
             add = ("worktree", "add", "--quiet", "--detach", str(root), sha)
-            if git(ROOT, *no_hooks, *add) is None:
-                raise UsageError(f"git cannot check out {sha} into {root}.")
+            told = f"git cannot check out {sha} into {root}."
+            needed(ROOT, *no_hooks, *add, complaint=told)
             stack.callback(git, ROOT, "worktree", "remove", "--force", str(root))
             if (asked := pins(root)) != (present := pins(ROOT)):
                 raise UsageError(

@@ -164,11 +164,10 @@ def waiting(model: Llama, count: int, world: Intracomm) -> float:
     ]
     counters = model.grid.stages.counters
     counters.reset()
-    span = turn(world, partial(decoder.prefill, tokens))
+    runners = {"prefill": partial(turn, world, partial(decoder.prefill, tokens))}
+    (whole,) = makespans(race(world, runners, 1, 0)["prefill"])
     waited = sum(counters[name].seconds for name in ("pipeline", "broadcast"))
-    spans, waits = zip(*world.allgather((span, waited)), strict=True)
-    (whole,) = makespans([[one] for one in spans])
-    return float(sum(waits) / (whole * world.size))
+    return float(sum(world.allgather(waited)) / (whole * world.size))
 
 
 BALANCED = "balanced"

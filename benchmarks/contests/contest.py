@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import launching
+from benchmarks.checkout import commit, digest
 from benchmarks.launching import (
     REPORTS,
+    ROOT,
     Launch,
     Options,
     Record,
     UsageError,
     about,
-    commit,
     writable,
     write_json,
 )
@@ -133,7 +134,9 @@ class Contest:
             raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
         path = str(options.out)
         out = writable(Path(path.replace("{mpi}", installed()) if "{mpi}" in path else path))
-        fresh = {"schema_version": SCHEMA_VERSION, "commit": commit(), "machine": machine()}
+        code = digest(ROOT, "sp_core/**/*.py", "benchmarks/**/*.py")  # not all need be committed
+        fresh = {"schema_version": SCHEMA_VERSION, "commit": commit(), "code": code}
+        fresh["machine"] = machine()
         document = {**fresh, **known}
         if options.resume and out.exists():
             document = begun(out, document)

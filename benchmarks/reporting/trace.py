@@ -27,10 +27,10 @@ from benchmarks.launching import Launch, Options, UsageError, about, writable
 from benchmarks.machine import device
 from benchmarks.records import AXIS
 from benchmarks.reporting.tables import size
-from benchmarks.worker import Intracomm, Rank
+from benchmarks.sample import offset
+from benchmarks.worker import Rank
 from sp_core.transport import Done
 
-TRIES = 20
 NAMES: dict[str, Callable[..., object]] = {
     "run": lambda operation, _: operation.op,
     "start": lambda operation, *_: operation.op,
@@ -45,41 +45,6 @@ DESCRIBED = ("scheme", "layout", "dtype", "ranks", "transport")
 KEPT = ("ph", "cat", "name", "tid", "ts", "dur")
 Event = dict[str, Any]
 """An event of a Chrome trace. Times are microseconds since 1970."""
-
-
-def offset(world: Intracomm) -> float:
-    """Return the seconds that this rank's clock is ahead of rank 0's.
-
-    Communication:
-        20 short messages to and from every rank, one rank after another.
-
-    Source: Cristian 1989, Probabilistic clock synchronization, doi:10.1007/BF01784024.
-    """
-    trips = []
-    for rank in range(1, world.size):
-        for _ in range(TRIES):
-            if world.rank == 0:
-                world.recv(source=rank)
-                world.send(time.time(), rank)
-            elif world.rank == rank:
-                start = time.time()
-                theirs = world.sendrecv(None, 0, source=0)
-                trips.append((start, theirs, time.time()))
-    return difference(trips)
-
-
-def difference(trips: Iterable[tuple[float, float, float]]) -> float:
-    """Return the difference of two clocks in seconds, by the trip with the least uncertainty.
-
-    Return 0 if the difference is at most its uncertainty, as for ranks of one node, which share a
-    clock.
-
-    Args:
-        trips: for each message there and back, this rank's time, the other's, and this rank's.
-    """
-    start, theirs, end = min(trips, key=lambda trip: trip[2] - trip[0], default=(0.0, 0.0, 0.0))
-    found, doubt = (start + end) / 2 - theirs, (end - start) / 2
-    return 0.0 if abs(found) <= doubt else found
 
 
 class Log:
@@ -143,7 +108,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         step = stepping(setting, mesh)
         for _ in range(2):
             step()
-        log, ahead = Log(mesh[AXIS]), offset(world)
+        log, ahead = Log(mesh[AXIS]), offset(world, time.time)
         kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (where.type == "cuda")]
         with profile(activities=kinds) as profiler:
             world.Barrier()

@@ -82,6 +82,7 @@ class Watch:
             self.hang = self.stack = os.dup(2)
         self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
+        faulthandler.unregister(STACKS)  # else a second watch of the process would keep SIG_IGN
         # in effect once faulthandler has ended, so in MPI_Finalize
         signal.signal(STACKS, signal.SIG_IGN)
         faulthandler.register(STACKS, self.stack, all_threads=True, chain=False)
@@ -136,7 +137,7 @@ def this_host() -> str:
 
 
 def _refuse_other_host(*, is_heard: bool) -> None:
-    """End all ranks if the launcher that has started this one runs on another host.
+    """End all ranks if the launcher that has started this one runs on another host, or has ended.
 
     `is_heard`: whether the launcher has the other end of this rank's pipe.
     """
@@ -144,8 +145,9 @@ def _refuse_other_host(*, is_heard: bool) -> None:
     if not host or (is_heard and host.split()[1:] == this_host().split()[1:]):
         return
     text = (
-        f"sp-core run is on host {host}, and this rank on {this_host()}. sp-core run watches the "
-        "ranks of one machine. Start programs on several nodes with mpiexec or srun directly.\n"
+        f"sp-core run on host {host} cannot watch this rank on {this_host()}. It watches the ranks "
+        "of one machine. Start programs on several nodes with mpiexec or srun directly. "
+        "If it has ended, unset SP_RUN_DIR and SP_RUN_HOST.\n"
     )
     os.write(2, text.encode())
     with suppress(KeyError, OSError):  # else MPICH lets the others wait in MPI_Init

@@ -18,7 +18,6 @@ import pytest
 from sp_core.testing import session as kit
 from sp_core.testing.session import Session
 
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "expect-ranks": {"type": int, "metavar": "N", "help": "fail unless the launch has N ranks"},
     "no-raw-replay": {
@@ -117,12 +116,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse a launch of several processes without `--with-mpi`, if tests run on ranks."""
-    size = max(int(os.environ.get(name, "1")) for name in _SIZES)
-    if size > 1 and not _with_mpi(config) and any(map(_runs_on_ranks, items)):
+    if _with_mpi(config) or not any(map(_runs_on_ranks, items)):
+        return
+    from sp_core.machine import started_tasks
+
+    if (size := started_tasks()) > 1:
         raise pytest.UsageError(
-            f"mpiexec started {size} processes, but --with-mpi is missing, so each would run every "
-            "test by itself. "
-            "Add --with-mpi, or leave mpiexec out: then ranks are threads."
+            f"mpiexec or srun started {size} processes, but --with-mpi is missing, so each would "
+            "run every test by itself. "
+            "Add --with-mpi, or leave the launcher out: then ranks are threads."
         )
 
 

@@ -12,6 +12,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,8 @@ LOSSES = 25
 """Number of launches that may be lost before the search ends."""
 POLL_SECONDS = 5e-3
 """Time between two looks for the result of an example, in seconds."""
+START_SECONDS = 600.0
+"""Time in which a launch must ask for its first example, in seconds."""
 END_SECONDS = 20.0
 """Time that a launch has to end by itself, in seconds."""
 
@@ -58,7 +61,7 @@ class Job:
         self._directory = Path(self._folder.name)
         (self._directory / UNASKED).touch()
         command = ["python", "-m", "pytest", "--with-mpi", *options, test]
-        self._printed = self._directory / "printed"
+        self._printed, self.begin = self._directory / "printed", time.monotonic()
         with self._printed.open("w") as output:
             self._launch = Launch(ranks, command, (), self._directory, output=output.fileno())
 
@@ -67,18 +70,24 @@ class Job:
 
         Raises:
             Lost: the launch has died or hung in the example.
-            NotStarted: the launch has ended before it took its first example, so this example is
-                not at fault.
+            NotStarted: the launch has ended before it took its first example, or has not asked for
+                it in time, so this example is not at fault.
         """
         hand_over(self._directory / EXAMPLE, example)
+        unasked = self._directory / UNASKED
         while (result := taken(self._directory / RESULT)) is None:
             reason = self._launch.trouble(POLL_SECONDS)
             if not reason and (code := self._launch.ended()) is not None:
                 reason = f"a rank died (mpiexec: exit code {code})"
-            if reason and (self._directory / UNASKED).exists():
+            late = time.monotonic() > self.begin + START_SECONDS
+            if not reason and late and unasked.exists():
+                self._launch.deaths.dump()
+                reason = f"no example was asked for within {START_SECONDS:g} s"
+            if reason and unasked.exists():
+                printed = self._printed.read_text(errors="replace")
                 raise NotStarted(
                     f"the launch has ended before it asked for an "
-                    f"example:\n{self._printed.read_text()}\n{self._launch.report(reason)}"
+                    f"example:\n{printed}\n{self._launch.report(reason)}"
                 )
             if reason:
                 raise Lost(self._launch.report(reason), self._launch.deaths.first())

@@ -163,6 +163,8 @@ def _tuning(found: dict[str, Any]) -> Tuning:
     """
     if found["links"].keys().isdisjoint(LINKS):
         raise ValueError(f"links of {LINKS} are needed")
+    if not found["nodes"]:
+        raise ValueError("nodes of at least one rank are needed")
     return Tuning(
         fingerprint={str(key): str(value) for key, value in found["fingerprint"].items()},
         nodes=tuple(int(node) for node in found["nodes"]),

@@ -15,7 +15,8 @@ from studies.commands import ROOT, mpi_library
 from studies.records import write
 
 from benchmarks import launching
-from benchmarks.launching import Options, UsageError, commit
+from benchmarks.checkout import commit
+from benchmarks.launching import Options, UsageError
 from benchmarks.machine import environment
 from conformance.launching import (
     CONDEMNED,

@@ -11,7 +11,7 @@ from deaths.trial import EXAMPLE_SECONDS, MORE_SECONDS, PHASE_SECONDS, RANKS
 from deaths.ways import PLACES, WAYS
 from studies.records import named, table, write
 
-from benchmarks.launching import commit
+from benchmarks.checkout import commit
 
 SHOWN_LINES = 80
 Rows = dict[str, list[dict[str, Any]]]

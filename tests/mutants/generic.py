@@ -26,7 +26,8 @@ from mutants.trial import ON_RANKS, Outcome, tried
 from studies.commands import ROOT
 from studies.records import add_line, named, read_lines, write
 
-from benchmarks.launching import commit, parse
+from benchmarks.checkout import commit
+from benchmarks.launching import parse
 
 NUMBER, NUMBER_OF_KIT = 500, 150
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,8 @@ from studies.commands import RANKS, ROOT
 from studies.records import add_line, named, read_lines, table, write
 
 from benchmarks import launching
-from benchmarks.launching import Options, about, commit, parse
+from benchmarks.checkout import commit
+from benchmarks.launching import Options, about, parse
 
 LINES = "soak.jsonl"
 OPTIONS: Options = {

@@ -39,7 +39,7 @@ def junit(path: Path) -> list[tuple[str, str | None]]:
 
 
 def named(commit: Mapping[str, Any]) -> str:
-    """Return the short name of a commit, from what `benchmarks.launching.commit` returns."""
+    """Return the short name of a commit, from what `benchmarks.checkout.commit` returns."""
     return f"{(commit['sha'] or 'unknown')[:10]}{' with changes' * bool(commit['dirty'])}"
 
 
