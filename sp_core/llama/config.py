@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ class LlamaConfig:
         num_key_value_heads: K, a divisor of H.
         head_dim: D, an even number.
         rms_norm_eps: the number added to the mean square in the norms.
-        rope_theta, rope_scaling: `base` and `scaling` of `sp_core.nn.rope.Rope`.
+        rope_theta, rope_scaling: `base` and `scaling` of `sp_core.nn.rope.Rope`. The scaling is
+            kept as a dict without rope_theta, or as None if it changes nothing.
         tie_word_embeddings: whether the output layer uses the weight of the embedding.
         max_position_embeddings: the most tokens that a sequence may have in `generate`, `Decoder`
             and `prefill_unequal`. `Llama.forward` and training take longer ones, too.
@@ -119,6 +121,7 @@ class LlamaConfig:
             raise CheckpointError(
                 f"the rotary embedding of the configuration is not supported: {error}"
             ) from error
+        object.__setattr__(self, "rope_scaling", _scaling(self.rope_scaling or {}))
 
     @property
     def layer_weights(self) -> int:
@@ -198,14 +201,14 @@ class LlamaConfig:
         }
 
 
-def read_json(path: Path, **options: Any) -> dict[str, Any]:
-    """Return the JSON object in a file as a dict; `options` are those of `json.loads`.
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file as a dict.
 
     Raises:
         CheckpointError: the file is missing, cannot be read, or holds no JSON object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), **options)
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is not there. Give the folder of a model in Hugging Face's format, or one of "
@@ -280,9 +283,18 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the scaling in rope_scaling or rope_parameters, None if frequencies are not scaled."""
+    """Return the scaling in rope_scaling or rope_parameters, None if frequencies are not scaled.
+
+    Numbers become int or float, which JSON can hold.
+    """
     unused = "rope_theta", "partial_rotary_factor"
-    kept = {name: value for name, value in entry.items() if name not in unused}
+    kept = {
+        name: float(x)
+        if isinstance(x, Real) and not isinstance(x, Integral)
+        else arguments.plain(x)
+        for name, x in entry.items()
+        if name not in unused
+    }
     is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
     return None if is_plain else kept
 

@@ -303,8 +303,8 @@ def save_training(
         model: a model on any mesh without the axis "pp".
         folder: a path that does not exist yet, or an empty folder; another one for each checkpoint.
         optimizer: an optimizer of the model's parameters, as in `train_step`. Its state may have
-            numbers, lists, tensors of no dims, and floating-point tensors of the shape of the
-            parameter. Dtypes are kept.
+            numbers, texts, lists, dicts with texts as keys, tensors of no dims, and floating-point
+            tensors of the shape of the parameter. Dtypes are kept.
         step: how many steps were done; `load_training` returns this number.
         scheduler: the scheduler of the learning rate, if there is one.
         generator: the `torch.Generator` that shuffles the data, if there is one, in the same state
@@ -380,9 +380,9 @@ def load_training(
     def read() -> tuple[tuple[Any, ...], str]:
         arguments.check(folder=folder)
         now, path = record_of(model, optimizer, scheduler, generator), Path(folder) / RECORD
-        record = read_json(path, object_pairs_hook=keyed)
+        record = read_json(path)
         check_record(path, record, now)
-        record = restored(record, now)
+        record = restored(keyed(record), now)
         weights, *parts = read_parts(path, record, model, optimizer, generator)
         return (record, *parts), f"load_training({digests(record)}, {weights})"
 
