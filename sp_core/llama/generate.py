@@ -154,7 +154,7 @@ def generate(
             model has positions, a negative max_tokens, stop strings without a tokenizer, or logits
             that are not finite; then after all replicas have ended.
         TypeError: an argument of the wrong type, or an empty stop string.
-        CollectiveMismatch: ranks with different arguments.
+        CollectiveMismatch: ranks with different arguments or autocast.
 
     All of these errors are raised on every rank, but that of a wrong `model` on this rank.
     """
@@ -165,7 +165,7 @@ def generate(
     ending: dict[str, Any] = {"stop": stop, "stop_strings": stop_strings, "tokenizer": tokenizer}
     grid.everyone.agree_on(
         lambda: (
-            f"generate({list(map(list, prompts))}, {max_tokens}, {model.dtype}, {sampling}, "
+            f"generate({list(map(list, prompts))}, {max_tokens}, {model.precision}, {sampling}, "
             f"{sorted(set(stop))}, {sorted(set(stop_strings))})"
         ),
         lambda: _check(model, prompts, max_tokens, sampling, on_token=on_token, **ending),

@@ -212,8 +212,8 @@ def loss_and_gradients(
         ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, tokens,
             labels or a mask that do not fit, a wrong result of `ordering`, or `chunk` below 1. On
             every rank of the mesh.
-        CollectiveMismatch: ranks with different micro-batches or orders, or of which only some
-            have gradients off. On every rank. A wrong `model` is an error of this rank.
+        CollectiveMismatch: ranks with different micro-batches, orders or autocast, or of which
+            only some have gradients off. On every rank. A wrong `model` is an error of this rank.
     """
     check_model(model)
     grid, saving = model.grid, Saving(recompute=recompute, offload=offload, chunk=chunk)
@@ -342,7 +342,7 @@ def _agree(
     grid, orders = model.grid, list[tuple[Order, ...]]()
 
     def call() -> str:
-        what = f"{len(batches)} micro-batches, {model.dtype}, in {orders[0]}, {saving}"
+        what = f"{len(batches)} micro-batches, {model.precision}, in {orders[0]}, {saving}"
         return f"loss_and_gradients({what}, gradients={torch.is_grad_enabled()})"
 
     @cache

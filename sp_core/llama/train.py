@@ -112,9 +112,7 @@ def train_step(
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     max_norm = arguments.plain(max_norm)
     dealt = _agree(
-        lambda: (
-            f"train_step({max_norm=}, {model.dtype}, {learning(model)}, {settings_of(optimizer)})"
-        ),
+        lambda: f"train_step({max_norm=}, {settings_of(optimizer)})",
         *(model, sequences, layout, own, window, saving),
         optimizer=optimizer,
     )
@@ -170,15 +168,12 @@ def backward(
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
             no token with a next token, no weight to train, a layout for other numbers of tokens or
             ranks, `window` or `chunk` below 1, or layers that are split over stages.
-        CollectiveMismatch: ranks with different sequences or frozen weights.
+        CollectiveMismatch: ranks with different sequences, frozen weights or autocast.
 
     All are raised on every rank, but that of a wrong `model` on this rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
-    dealt = _agree(
-        lambda: f"backward({model.dtype}, {learning(model)})",
-        *(model, sequences, layout, own, window, saving),
-    )
+    dealt = _agree(lambda: "backward()", model, sequences, layout, own, window, saving)
     return _backward(model, saving, *dealt)
 
 
@@ -225,10 +220,11 @@ def _agree(
         digest = crc32(f"{replicas.rank} {given[0]}".encode())
         return digest if any(len(tokens) > 1 for tokens in sequences) else ~digest  # below 0
 
-    seen = grid.everyone.agree_on(
-        lambda: f"{call()} of {'own' if own else given[0]}, window={given[2].window}, {saving}",
-        check,
-    )
+    def said() -> str:
+        what = f"{call()} of {'own' if own else given[0]}, window={given[2].window}, {saving}"
+        return f"{what}, {model.precision}, {learning(model)}"
+
+    seen = grid.everyone.agree_on(said, check)
     if len(set(seen)) > replicas.size:
         raise CollectiveMismatch(
             f"{call()}: ranks of one replica have other sequences or layouts. Pass them alike."

@@ -30,6 +30,7 @@ from sp_core.compiling import EagerFunction
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
 from sp_core.nn.memory import tiled
+from sp_core.nn.replicated import autocast_dtype
 from sp_core.schemes.reach import next_owner_distances
 from sp_core.sharding import Sharding, check_sharding
 
@@ -167,7 +168,7 @@ def next_token_loss(
             `count` or `chunk` below 1.
         TypeError: `count` or `chunk` is no whole number.
         CollectiveMismatch: the labels or the number of tokens differ between ranks of `tensor`, or
-            the dtypes, count, chunk or requires_grad between any ranks.
+            the dtypes, autocast, count, chunk or requires_grad between any ranks.
 
     All of these errors are raised on every rank of both groups.
     """
@@ -178,7 +179,8 @@ def next_token_loss(
     def call() -> str:
         graph = torch.is_grad_enabled()
         learns = graph and x.requires_grad, graph and head is not None and head.requires_grad
-        return f"next_token_loss({x.dtype}, requires_grad={learns}, count={count}, chunk={chunk})"
+        kind = f"{x.dtype}, requires_grad={learns}, autocast={autocast_dtype(x.device)}"
+        return f"next_token_loss({kind}, count={count}, chunk={chunk})"
 
     def same() -> str:
         return (
