@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_core.llama.config import check_tokens
-from sp_core.nn.loss import IGNORED
+from sp_core.nn.loss import IGNORED, check_labels
 
 
 def check_values(given: Mapping[str, Any], config: Any) -> None:
@@ -16,7 +16,7 @@ def check_values(given: Mapping[str, Any], config: Any) -> None:
     labels, mask = given.get("labels"), given.get("attention_mask")
     check_tokens(given["input_ids"], config)
     if labels is not None:
-        check_tokens(labels[labels != IGNORED], config, "label")
+        check_labels(labels, config.vocab_size)
     _, documents = positions_of(given)
     if mask is not None:
         _check_padding(mask, labels, documents)

@@ -63,7 +63,11 @@ class LlamaConfig:
         max_position_embeddings: the most tokens that a sequence may have in `generate`, `Decoder`
             and `prefill_unequal`. `Llama.forward` and training take longer ones, too.
         eos_token_id: tokens after which generation of a sequence ends; a number, a list or None as
-            in a `config.json` becomes a tuple.
+            in a `config.json` becomes a tuple. A file without the entry means none, unlike in
+            transformers, where it means the token 2.
+        bos_token_id: kept for `save`.
+        pad_token_id: as in transformers, the embedding of this token gets no gradient, also where
+            the token ends a text. A head that is tied to the embedding does.
 
     Raises:
         CheckpointError: sizes that do not fit together, or an unknown rotary embedding.
@@ -128,6 +132,15 @@ class LlamaConfig:
         """Return the number of elements in the matrices of one block, without norms."""
         heads = self.num_attention_heads + self.num_key_value_heads
         return self.hidden_size * (2 * heads * self.head_dim + 3 * self.intermediate_size)
+
+    @property
+    def padding(self) -> int | None:
+        """Return the token whose vector in the embedding gets no gradient; None if there is none.
+
+        As in `nn.Embedding`, a negative `pad_token_id` counts from the end of the vocabulary.
+        """
+        pad, size = self.pad_token_id, self.vocab_size
+        return range(size)[pad] if isinstance(pad, int) and -size <= pad < size else None
 
     def rope(self) -> Rope:
         """Return the rotary embedding, a new `Rope`."""
@@ -349,8 +362,8 @@ def check_length(name: str, length: int, more: int, config: LlamaConfig) -> None
         )
 
 
-def check_tokens(tokens: Tensor | list[int], config: LlamaConfig, what: str = "token") -> None:
-    """Raise ValueError if a token is outside the vocabulary; `what` names it in the error.
+def check_tokens(tokens: Tensor | list[int], config: LlamaConfig) -> None:
+    """Raise ValueError if a token is outside the vocabulary.
 
     A split embedding would return zeros for such a token. A list may have numbers beyond int64.
     """
@@ -360,5 +373,5 @@ def check_tokens(tokens: Tensor | list[int], config: LlamaConfig, what: str = "t
         wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
     if wrong:
         raise ValueError(
-            f"{what} {wrong[0]} was given; the vocabulary has 0..{config.vocab_size - 1}."
+            f"token {wrong[0]} was given; the vocabulary has 0..{config.vocab_size - 1}."
         )

@@ -241,7 +241,7 @@ class Llama(nn.Module):
         x is the tokens (B, S) on the first stage; on others the result of the previous stage. The
         result is (B, S, E), or (B, S/T, E) if the T tensor ranks split the tokens (`one.lengths`).
         """
-        x = self.embed_tokens(x, one.lengths) if self.is_first else x
+        x = self.embed_tokens(x, one.lengths, self.config.padding) if self.is_first else x
         rotate = rotation(self.rope, one.positions, x)
         for place, layer in enumerate(self.layers[number] for number in self.own):
             x = one.saving.apply(layer, x, rotate, partial(one.attend, place), one.lengths)

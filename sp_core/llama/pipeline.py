@@ -26,10 +26,9 @@ from sp_core.collectives.api import all_reduce, broadcast
 from sp_core.collectives.build import SUMMABLE
 from sp_core.collectives.maps import overlaps
 from sp_core.errors import DtypeError, ShapeError
-from sp_core.llama.config import check_tokens
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
-from sp_core.nn.loss import IGNORED
+from sp_core.nn.loss import IGNORED, check_labels
 from sp_core.nn.memory import Saving
 from sp_core.nn.replicated import gradient_of
 from sp_core.scheduling.pipeline import (
@@ -394,4 +393,4 @@ def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> N
                 f"{tuple(batch.tokens.shape)} given; needed "
                 "as many, of int64."
             )
-        check_tokens(batch.labels[batch.labels != IGNORED], model.config, "label")
+        check_labels(batch.labels, model.config.vocab_size)

@@ -208,7 +208,6 @@ def _agree(
     grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
 
     def check() -> int:
-        grid.check_one_stage()
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
         if others:
             check_optimizer(others["optimizer"], model)
@@ -238,7 +237,8 @@ def _agree(
 
 
 def _check_weights(model: Llama) -> None:
-    """Raise an error, on this rank, if parts were replaced or a backward sets no gradient."""
+    """Raise an error, on this rank, for stages, replaced parts, or if nothing gets a gradient."""
+    model.grid.check_one_stage()
     model.check_parts()
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())):
         raise ValueError(
