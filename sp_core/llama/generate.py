@@ -153,6 +153,7 @@ def generate(
         ValueError: an empty prompt, a token that is not in the vocabulary, more tokens than the
             model has positions, a negative max_tokens, stop strings without a tokenizer, or logits
             that are not finite; then after all replicas have ended.
+        DtypeError: a model of a half type under autocast to another half type.
         TypeError: an argument of the wrong type, or an empty stop string.
         CollectiveMismatch: ranks with different arguments or autocast.
 

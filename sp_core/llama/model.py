@@ -31,7 +31,7 @@ from sp_core.nn.gradients import Placement, placement_of
 from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.memory import KEEP_ALL, Saving
 from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, check_part, join, project
-from sp_core.nn.replicated import autocast_dtype, check_hooks, learning
+from sp_core.nn.replicated import check_hooks, learning, precision
 from sp_core.nn.rope import rotation
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
@@ -149,7 +149,7 @@ class Llama(nn.Module):
     @property
     def precision(self) -> str:
         """Return the dtypes in which the model computes, as a text to compare between ranks."""
-        return f"{self.dtype}, autocast={autocast_dtype(self.grid.everyone.device)}"
+        return precision(self.dtype, self.grid.everyone.device)
 
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:

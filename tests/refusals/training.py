@@ -120,19 +120,22 @@ def lowered(wrong: Wrong) -> Wrong:
     return lower
 
 
+HALVES = "the model of torch.float16 was called under autocast to torch.bfloat16"
+
+
 def conversions(axis: str) -> dict[str, Row]:
     """Return the calls over ranks of an axis, of which one has converted its model, or half.
 
     Also those that compute, under autocast on one rank.
     """
     rows: dict[str, Row] = {
-        f"{name} under autocast on one rank": (
-            sp.CollectiveMismatch,
-            "autocast=torch.bfloat16",
-            lowered(converted(call, Llama.train)),
-        )
+        f"{name}{what} under autocast on one rank": (kind, text, lowered(converted(call, change)))
         for name, (call, axes) in CALLS.items()
         if axis in axes.split() and name not in ("a decoder", "a save", "a checkpoint")
+        for what, kind, text, change in (
+            ("", sp.CollectiveMismatch, "autocast=torch.bfloat16", Llama.train),
+            (" of a half type", sp.DtypeError, HALVES, Llama.half),
+        )
     }
     return rows | {
         f"{name} with a model {what}": (kind, text, converted(call, change))
