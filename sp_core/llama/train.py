@@ -98,7 +98,7 @@ def train_step(
         As `backward`, then as `clip_gradient_norm`.
 
     Raises:
-        ShapeError, ValueError, TypeError, CollectiveMismatch: as `backward` and
+        ShapeError, ValueError, TypeError, DtypeError, CollectiveMismatch: as `backward` and
             `clip_gradient_norm`.
         TypeError: the optimizer is a scheduler, or an `LBFGS`, which needs a closure.
         ValueError: the optimizer has parameters that the model lacks, or it is an `Adafactor` or a
@@ -168,6 +168,7 @@ def backward(
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
             no token with a next token, no weight to train, a layout for other numbers of tokens or
             ranks, `window` or `chunk` below 1, or layers that are split over stages.
+        DtypeError: a model of several dtypes, or of a half type under autocast to another.
         CollectiveMismatch: ranks with different sequences, frozen weights or autocast.
 
     All are raised on every rank, but that of a wrong `model` on this rank.

@@ -77,6 +77,7 @@ def prefill_unequal(
         ShapeError, ValueError, TypeError: a plan for different lengths or ranks, an empty sequence,
             more tokens than the model has positions, a token that is not in the vocabulary, or a
             mesh with replicas.
+        DtypeError: a model of several dtypes, or of a half type under autocast to another.
         CollectiveMismatch: ranks with different sequences, plans or autocast.
 
     All of these errors are raised on every rank, but that of a wrong `model` on this rank.
