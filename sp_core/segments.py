@@ -96,6 +96,12 @@ def concatenated(segments: Sequence[Segment]) -> Tensor:
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
+def within(indices: Tensor, own: range) -> tuple[Tensor, Tensor]:
+    """Return the place of each index in the range `own`, 0 if outside, and which are inside."""
+    here = (indices >= own.start) & (indices < own.stop)
+    return (indices - own.start) * here, here
+
+
 def moved(piece: range, start: int) -> range:
     """Return a range moved by `start` positions."""
     return range(piece.start + start, piece.stop + start)

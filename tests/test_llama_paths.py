@@ -1,12 +1,14 @@
 """Test which paths and files of a model folder are used, and what numbers and nulls in it mean."""
 
 import contextlib
+import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from llama_cases import SCALINGS, mesh_of
@@ -106,6 +108,7 @@ def test_a_folder_without_a_name_is_refused(read: Any) -> None:
 
 
 SCALING = {"rope_type": "linear", "factor": 2.0}
+YARN = SCALINGS["yarn"] or {}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +126,23 @@ def test_a_base_and_a_scaling_are_found_in_any_entry(entries: dict[str, Any]) ->
     wanted = replace(CASE.config, rope_theta=5.0, rope_scaling=SCALING)
     values = {**wanted.to_dict(), "rope_scaling": None}
     assert LlamaConfig.from_dict(values | entries) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, None),
+        ({"rope_type": "default", "rope_theta": 100.0}, None),
+        ({**SCALING, "rope_theta": 100.0, "partial_rotary_factor": 1.0}, SCALING),
+        ({**SCALING, "factor": np.float32(2)}, SCALING),
+        ({**YARN, "original_max_position_embeddings": np.int64(256)}, YARN),
+    ],
+)
+def test_a_scaling_is_kept_as_a_file_keeps_it(given: dict[str, Any], kept: object) -> None:
+    """The file of a training, read again, is then equal to the configuration of the program."""
+    config = replace(CASE.config, rope_scaling=given)
+    assert config.rope_scaling == kept
+    assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(

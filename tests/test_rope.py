@@ -13,6 +13,7 @@ import sp_core as sp
 MORE = {
     "yarn, the usual turns": YARN | {"original_max_position_embeddings": 32768, "factor": 40.0},
     "yarn, one weight": YARN | {"mscale": 0.7},
+    "yarn, not rounded because of a null": YARN | {"truncate": None},
     "yarn, shorter": YARN | {"factor": 0.25},
     "yarn, no pair between": YARN | {"original_max_position_embeddings": 7},
     "yarn, the first pair": YARN | {"original_max_position_embeddings": 2 * math.pi},

@@ -10,14 +10,14 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from llama_cases import Case
+from llama_cases import SCALINGS, Case
 from test_llama_checkpoint import shared
 from test_resume import Training
 from torch import Tensor
 from torch.nn import Linear, Parameter
 
 import sp_core as sp
-from sp_core.llama import Llama, generate
+from sp_core.llama import Llama, create, generate
 from sp_core.llama.train import backward, load_training, save_training, train_step
 from sp_core.testing import spmd
 
@@ -289,3 +289,51 @@ def test_a_training_is_the_same_if_other_tokens_end_a_text(comm: Any, tmp_path: 
         (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
         training.load(folder)
         assert training.step == 1
+
+
+@spmd(1, 2)
+def test_a_training_is_the_same_if_its_configuration_is_written_otherwise(
+    comm: Any, tmp_path: Path
+) -> None:
+    """Numbers are compared, not their text; the order of entries does not count."""
+    scaling: Any = SCALINGS["llama3"]
+    before = replace(CASE.config, rope_theta=100, rope_scaling=scaling)
+    after = replace(before, rope_theta=100.0, rope_scaling=dict(reversed(scaling.items())))
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        folder = shared(comm, tmp_path) / "a"
+        for config, call in ((before, partial(save_training, step=4)), (after, load_training)):
+            model = create(config, mesh)
+            found = call(model, folder, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        assert found == 4
+
+
+@pytest.mark.parametrize(
+    "value", ["cosine", ["a", {"b": "c"}], {}, [{}], {"0": 1.5}, {"a": [1, None, True, 0.5]}]
+)
+@spmd(2)
+def test_values_of_a_state_are_loaded_as_they_were_saved(
+    comm: Any, value: object, tmp_path: Path
+) -> None:
+    with sp.Mesh(comm, tp=2) as mesh:
+        model, folder = CASE.model(mesh), shared(comm, tmp_path) / "a"
+        before, after = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+        weight = next(model.parameters())
+        before.state[weight]["own"] = value
+        save_training(model, folder, optimizer=before, step=1)
+        for each in (before, after):
+            load_training(model, folder, optimizer=each)
+            assert each.state == {weight: {"own": value}}
+
+
+@pytest.mark.parametrize("key", [0, ""])
+@spmd(2)
+def test_a_state_with_keys_that_no_file_keeps_is_refused(
+    comm: Any, key: object, tmp_path: Path
+) -> None:
+    with sp.Mesh(comm, tp=2) as mesh:
+        model, folder = CASE.model(mesh), shared(comm, tmp_path)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        sgd.state[next(model.parameters())]["own"] = [{key: 1}] if comm.rank else [{"a": 1}]
+        with pytest.raises(sp.CheckpointError, match=r"own of .* is \[\{.*dicts with texts as key"):
+            save_training(model, folder / "a", optimizer=sgd, step=1)
+        assert list(folder.iterdir()) == []

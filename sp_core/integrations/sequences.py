@@ -14,7 +14,7 @@ from sp_core import arguments
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.llama.config import check_tokens
-from sp_core.nn.loss import IGNORED
+from sp_core.nn.loss import IGNORED, check_labels
 
 WHOLE = ("input_ids", "attention_mask", "position_ids", "labels")
 """The arguments of a forward that are tensors (B, S) of the whole sequence."""
@@ -64,7 +64,7 @@ def _check_values(given: Mapping[str, Any], config: Any) -> None:
     labels, mask = given.get("labels"), given.get("attention_mask")
     check_tokens(given["input_ids"], config)
     if labels is not None:
-        check_tokens(labels[labels != IGNORED], config, "label")
+        check_labels(labels, config.vocab_size)
     _, documents = positions_of(given)
     if mask is not None:
         _check_padding(mask, labels, documents)

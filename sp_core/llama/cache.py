@@ -20,7 +20,8 @@ from sp_core.llama.model import Llama
 from sp_core.mask import Mask, position_tensor
 
 GROUP = 8
-"""The number of sequences that are decoded at once. Each query is multiplied by the keys of all."""
+"""The number of sequences that are decoded at once. Each query is multiplied by the keys of all
+these, so the work of a token grows with this number."""
 
 Places = Tensor | slice
 """Indices along a dim."""

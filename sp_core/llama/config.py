@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,17 @@ class LlamaConfig:
         num_key_value_heads: K, a divisor of H.
         head_dim: D, an even number.
         rms_norm_eps: the number added to the mean square in the norms.
-        rope_theta, rope_scaling: `base` and `scaling` of `sp_core.nn.rope.Rope`.
+        rope_theta, rope_scaling: `base` and `scaling` of `sp_core.nn.rope.Rope`. The scaling is
+            kept as a dict without rope_theta, or as None if it changes nothing.
         tie_word_embeddings: whether the output layer uses the weight of the embedding.
         max_position_embeddings: the most tokens that a sequence may have in `generate`, `Decoder`
             and `prefill_unequal`. `Llama.forward` and training take longer ones, too.
         eos_token_id: tokens after which generation of a sequence ends; a number, a list or None as
-            in a `config.json` becomes a tuple.
+            in a `config.json` becomes a tuple. A file without the entry means none, unlike in
+            transformers, where it means the token 2.
+        bos_token_id: kept for `save`.
+        pad_token_id: as in transformers, the embedding of this token gets no gradient, also where
+            the token ends a text. A head that is tied to the embedding does.
 
     Raises:
         CheckpointError: sizes that do not fit together, or an unknown rotary embedding.
@@ -119,12 +125,22 @@ class LlamaConfig:
             raise CheckpointError(
                 f"the rotary embedding of the configuration is not supported: {error}"
             ) from error
+        object.__setattr__(self, "rope_scaling", _scaling(self.rope_scaling or {}))
 
     @property
     def layer_weights(self) -> int:
         """Return the number of elements in the matrices of one block, without norms."""
         heads = self.num_attention_heads + self.num_key_value_heads
         return self.hidden_size * (2 * heads * self.head_dim + 3 * self.intermediate_size)
+
+    @property
+    def padding(self) -> int | None:
+        """Return the token whose vector in the embedding gets no gradient; None if there is none.
+
+        As in `nn.Embedding`, a negative `pad_token_id` counts from the end of the vocabulary.
+        """
+        pad, size = self.pad_token_id, self.vocab_size
+        return range(size)[pad] if isinstance(pad, int) and -size <= pad < size else None
 
     def rope(self) -> Rope:
         """Return the rotary embedding, a new `Rope`."""
@@ -198,14 +214,14 @@ class LlamaConfig:
         }
 
 
-def read_json(path: Path, **options: Any) -> dict[str, Any]:
-    """Return the JSON object in a file as a dict; `options` are those of `json.loads`.
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file as a dict.
 
     Raises:
         CheckpointError: the file is missing, cannot be read, or holds no JSON object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), **options)
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is not there. Give the folder of a model in Hugging Face's format, or one of "
@@ -280,9 +296,18 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the scaling in rope_scaling or rope_parameters, None if frequencies are not scaled."""
+    """Return the scaling in rope_scaling or rope_parameters, None if frequencies are not scaled.
+
+    Numbers become int or float, which JSON can hold.
+    """
     unused = "rope_theta", "partial_rotary_factor"
-    kept = {name: value for name, value in entry.items() if name not in unused}
+    kept = {
+        name: float(x)
+        if isinstance(x, Real) and not isinstance(x, Integral)
+        else arguments.plain(x)
+        for name, x in entry.items()
+        if name not in unused
+    }
     is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
     return None if is_plain else kept
 
@@ -337,8 +362,8 @@ def check_length(name: str, length: int, more: int, config: LlamaConfig) -> None
         )
 
 
-def check_tokens(tokens: Tensor | list[int], config: LlamaConfig, what: str = "token") -> None:
-    """Raise ValueError if a token is outside the vocabulary; `what` names it in the error.
+def check_tokens(tokens: Tensor | list[int], config: LlamaConfig) -> None:
+    """Raise ValueError if a token is outside the vocabulary.
 
     A split embedding would return zeros for such a token. A list may have numbers beyond int64.
     """
@@ -348,5 +373,5 @@ def check_tokens(tokens: Tensor | list[int], config: LlamaConfig, what: str = "t
         wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
     if wrong:
         raise ValueError(
-            f"{what} {wrong[0]} was given; the vocabulary has 0..{config.vocab_size - 1}."
+            f"token {wrong[0]} was given; the vocabulary has 0..{config.vocab_size - 1}."
         )

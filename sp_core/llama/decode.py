@@ -32,7 +32,7 @@ from sp_core.llama.cache import Cache, New, Places
 from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass, check_model
 from sp_core.nn.parallel import Lengths
-from sp_core.nn.replicated import autocast_dtype
+from sp_core.nn.replicated import precision
 from sp_core.sharding import Sharding, split_ranges, split_sizes
 
 
@@ -73,6 +73,7 @@ class Decoder:
             for number, most in enumerate(room):
                 check_length(f"the room of sequence {number}", most, 0, model.config)
             self.dtype, self.parts = model.dtype, split_ranges(len(room), count)
+            self.modules = [*model.modules()]
             caches = [Cache(model, [room[number] for number in part]) for part in self.parts]
             return caches, f"Decoder({[*map(int, room)]}, micro_batches={count}, {self.dtype})"
 
@@ -102,7 +103,9 @@ class Decoder:
         Raises:
             ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token,
                 or a token not in the vocabulary. On every rank.
-            DtypeError: a model that has been converted. On every rank.
+            DtypeError: a model that has been converted, or a part of it; or a model of a half type
+                under autocast to another half type. On every rank.
+            TypeError: a part that the model reads was replaced, or has hooks. On every rank.
             CollectiveMismatch: ranks with different tokens. On every rank. No error adds tokens.
         """
         return self._run("prefill", tokens, self._spread)
@@ -208,16 +211,19 @@ class Decoder:
             owns: list[Tokens] = [[tokens[n] for n in part] for part in self.parts]
             parts = zip(self.caches, owns, self.parts, strict=True)
             placed = [(cache, own, cache.place(own, part.start)) for cache, own, part in parts]
-            if (now := next(self.model.parameters()).dtype) != self.dtype:
+            self.model.check_parts()
+            # `Llama.dtype` walks through the tree of modules, which takes longer for each token
+            held = (x for part in self.modules for x in part._parameters.values() if x is not None)
+            if any(x.dtype != self.dtype for x in held):
                 raise DtypeError(
-                    f"the model has been converted to {now}; the decoder holds keys and values in "
-                    f"{self.dtype}. Convert the model back, or make another decoder."
+                    f"the model has been converted to {self.model.dtype}; the decoder holds keys "
+                    f"and values in {self.dtype}. Convert the model back, or make another decoder."
                 )
             check_tokens([*chain.from_iterable(tokens)], self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
-            lower = autocast_dtype(self.model.grid.everyone.device)
-            return placed, f"{what}({list(map(list, tokens))}) after {shown}, autocast={lower}"
+            kind = precision(self.dtype, self.model.grid.everyone.device)
+            return placed, f"{what}({list(map(list, tokens))}) after {shown}, {kind}"
 
         placed = make_alike(self.model.grid.model, place)
         return [(cache, cache.add(own, where)) for cache, own, where in placed if where]

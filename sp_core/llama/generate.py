@@ -153,8 +153,9 @@ def generate(
         ValueError: an empty prompt, a token that is not in the vocabulary, more tokens than the
             model has positions, a negative max_tokens, stop strings without a tokenizer, or logits
             that are not finite; then after all replicas have ended.
+        DtypeError: a model of a half type under autocast to another half type.
         TypeError: an argument of the wrong type, or an empty stop string.
-        CollectiveMismatch: ranks with different arguments.
+        CollectiveMismatch: ranks with different arguments or autocast.
 
     All of these errors are raised on every rank, but that of a wrong `model` on this rank.
     """
@@ -165,7 +166,7 @@ def generate(
     ending: dict[str, Any] = {"stop": stop, "stop_strings": stop_strings, "tokenizer": tokenizer}
     grid.everyone.agree_on(
         lambda: (
-            f"generate({list(map(list, prompts))}, {max_tokens}, {model.dtype}, {sampling}, "
+            f"generate({list(map(list, prompts))}, {max_tokens}, {model.precision}, {sampling}, "
             f"{sorted(set(stop))}, {sorted(set(stop_strings))})"
         ),
         lambda: _check(model, prompts, max_tokens, sampling, on_token=on_token, **ending),

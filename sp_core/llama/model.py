@@ -31,7 +31,7 @@ from sp_core.nn.gradients import Placement, placement_of
 from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.memory import KEEP_ALL, Saving
 from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, check_part, join, project
-from sp_core.nn.replicated import check_hooks, learning
+from sp_core.nn.replicated import check_hooks, learning, precision
 from sp_core.nn.rope import rotation
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
@@ -146,6 +146,11 @@ class Llama(nn.Module):
             )
         return dtypes.pop()
 
+    @property
+    def precision(self) -> str:
+        """Return the dtypes in which the model computes, as a text to compare between ranks."""
+        return precision(self.dtype, self.grid.everyone.device)
+
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:
         """Set each weight to this rank's part: what `read(name in a file, placement)` returns."""
@@ -207,7 +212,7 @@ class Llama(nn.Module):
             self.grid.check_one_stage()
             self.check_parts()
             self.check(tokens, sharding, mask)
-            return f"Llama({self.dtype}, tp_sp={self.tp_sp}, {learning(self)})"
+            return f"Llama({self.precision}, tp_sp={self.tp_sp}, {learning(self)})"
 
         self.grid.everyone.agree_on(call)
         return self.one_pass(tokens, sharding, mask, saving)
@@ -236,7 +241,7 @@ class Llama(nn.Module):
         x is the tokens (B, S) on the first stage; on others the result of the previous stage. The
         result is (B, S, E), or (B, S/T, E) if the T tensor ranks split the tokens (`one.lengths`).
         """
-        x = self.embed_tokens(x, one.lengths) if self.is_first else x
+        x = self.embed_tokens(x, one.lengths, self.config.padding) if self.is_first else x
         rotate = rotation(self.rope, one.positions, x)
         for place, layer in enumerate(self.layers[number] for number in self.own):
             x = one.saving.apply(layer, x, rotate, partial(one.attend, place), one.lengths)
@@ -329,11 +334,8 @@ def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
     Raises:
         ShapeError: more stages than layers.
     """
-    return split_stages(
-        [config.layer_weights] * config.num_hidden_layers,
-        stages,
-        last=config.hidden_size * config.vocab_size,
-    )
+    layers, head = [config.layer_weights] * config.num_hidden_layers, config.hidden_size
+    return split_stages(layers, stages, last=head * config.vocab_size)
 
 
 def document_positions(positions: Tensor, mask: Mask) -> Tensor:

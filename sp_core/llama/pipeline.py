@@ -26,10 +26,9 @@ from sp_core.collectives.api import all_reduce, broadcast
 from sp_core.collectives.build import SUMMABLE
 from sp_core.collectives.maps import overlaps
 from sp_core.errors import DtypeError, ShapeError
-from sp_core.llama.config import check_tokens
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
-from sp_core.nn.loss import IGNORED
+from sp_core.nn.loss import IGNORED, check_labels
 from sp_core.nn.memory import Saving
 from sp_core.nn.replicated import gradient_of
 from sp_core.scheduling.pipeline import (
@@ -212,8 +211,8 @@ def loss_and_gradients(
         ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, tokens,
             labels or a mask that do not fit, a wrong result of `ordering`, or `chunk` below 1. On
             every rank of the mesh.
-        CollectiveMismatch: ranks with different micro-batches or orders, or of which only some
-            have gradients off. On every rank. A wrong `model` is an error of this rank.
+        CollectiveMismatch: ranks with different micro-batches, orders or autocast, or of which
+            only some have gradients off. On every rank. A wrong `model` is an error of this rank.
     """
     check_model(model)
     grid, saving = model.grid, Saving(recompute=recompute, offload=offload, chunk=chunk)
@@ -342,7 +341,7 @@ def _agree(
     grid, orders = model.grid, list[tuple[Order, ...]]()
 
     def call() -> str:
-        what = f"{len(batches)} micro-batches, {model.dtype}, in {orders[0]}, {saving}"
+        what = f"{len(batches)} micro-batches, {model.precision}, in {orders[0]}, {saving}"
         return f"loss_and_gradients({what}, gradients={torch.is_grad_enabled()})"
 
     @cache
@@ -394,4 +393,4 @@ def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> N
                 f"{tuple(batch.tokens.shape)} given; needed "
                 "as many, of int64."
             )
-        check_tokens(batch.labels[batch.labels != IGNORED], model.config, "label")
+        check_labels(batch.labels, model.config.vocab_size)

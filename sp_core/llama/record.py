@@ -20,6 +20,8 @@ from sp_core.nn.gradients import placement_of
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 _REMEDY = "Make one of model.parameters()."
+_CUT = {"": None}
+"""The entry of a record for a large tensor. No value that is saved has an empty key."""
 _COUPLING = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon
 """The optimizers of torch that compute the update of an element with other elements, too."""
 
@@ -36,8 +38,8 @@ def record_of(
         "of": the kinds of model, optimizer, scheduler and generator. `load_training` needs equal
             ones.
         "groups": the groups of parameters of the optimizer.
-        "state": the state of the optimizer by parameter name. {} stands for a large tensor, and
-            {"": x, "dtype": name} for a tensor of no dims that holds x.
+        "state": the state of the optimizer by parameter name. `_CUT` stands for a large tensor,
+            and {"": x, "dtype": name} for a tensor of no dims that holds x.
         "schedule": the state of the scheduler; None without one.
         "random": the state of the generator in hexadecimal; "" without one.
     """
@@ -54,7 +56,7 @@ def record_of(
     }
     state: dict[str, dict[str, Any]] = {
         names[weight]: {
-            kind: {}
+            kind: _CUT
             if is_cut(x, weight)
             else {"": x.item(), "dtype": str(x.dtype).removeprefix("torch.")}
             if isinstance(x, Tensor) and not x.dim()
@@ -63,13 +65,24 @@ def record_of(
         }
         for weight, held in optimizer.state.items()
     }
-    return {
+    record = {
         "of": model.config.to_dict() | kinds,
         "groups": optimizer.state_dict()["param_groups"],
         "state": state,
         "schedule": scheduler and scheduler.state_dict(),
         "random": bytes(generator.get_state().tolist()).hex() if generator else "",
     }
+    for x in chain.from_iterable(held.values() for held in optimizer.state.values()):
+        if not all(isinstance(key, str) and key for key in _keys(x)):
+            refuse(record, x)
+    return record
+
+
+def _keys(x: object) -> Iterator[object]:
+    """Yield the keys of a dict, and of all dicts inside of dicts and lists."""
+    yield from x if isinstance(x, dict) else ()
+    for each in x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ():
+        yield from _keys(each)
 
 
 def check_optimizer(optimizer: Any, model: Llama, error: type[ValueError] = ValueError) -> None:
@@ -123,7 +136,7 @@ def _check_kinds(path: Path, found: dict[str, Any], now: dict[str, Any]) -> None
     wrong = [
         f"{name} {found.get(name)!r:.300}, now {x!r:.300}"
         for name, x in now.items()
-        if json.dumps(found.get(name)) != json.dumps(x)
+        if found.get(name) != json.loads(json.dumps(x))  # which makes lists of tuples
     ]
     if wrong:
         raise CheckpointError(
@@ -236,14 +249,16 @@ def _read(
     """
     placements = {name: placement for name, (_, placement) in parts_of(model).items()}
     rank, held = model.grid.tensor.rank, record["state"]
-    cut = {f"{name}.{kind}" for name, kinds in held.items() for kind, x in kinds.items() if x == {}}
+    cut = {
+        f"{name}.{kind}" for name, kinds in held.items() for kind, x in kinds.items() if x == _CUT
+    }
     folder = path.with_name(STATE)
     moments = Checkpoint(folder) if cut or folder.exists() else weights
     if moments is not weights and (lost := sorted({*moments.names} - cut)):
         raise _broken(path, f"state lacks {lost[:3]}, which are in {folder}")
 
     def value(name: str, kind: str, x: Any) -> Any:
-        if x == {}:
+        if x == _CUT:
             return moments.read(f"{name}.{kind}", placements[name], rank)
         if not isinstance(x, dict) or "" not in x:
             return x
@@ -259,9 +274,9 @@ def _read(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state from `read_parts`, and leave the dtypes of its tensors as they are.
+    """Load a state from `read_parts`, and leave its values and the dtypes of tensors as they are.
 
-    torch casts them to the dtype of their parameter, except "step".
+    torch casts tensors to the dtype of their parameter, except "step", and replaces texts.
     """
     optimizer.load_state_dict(state)
     weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -269,13 +284,21 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         held = state["state"].get(number, {})
         now = optimizer.state[weight] if held else {}
         for kind in held.keys() & now.keys():
-            if isinstance(x := held[kind], Tensor):
-                now[kind] = x.to(now[kind].device)
+            if type(x := held[kind]) is type(now[kind]):  # else the optimizer has made another
+                now[kind] = x.to(now[kind].device) if isinstance(x, Tensor) else x
 
 
-def keyed(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
-    """Return a JSON object as a dict. Keys that are numbers, such as milestones, become ints."""
-    return {int(key) if key.isdecimal() else key: value for key, value in pairs}
+def keyed(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record in which numbers that are keys of a schedule or a group are ints.
+
+    Such keys are milestones. JSON has made texts of them.
+    """
+
+    def ints(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
+        return {int(key) if key.isdecimal() else key: value for key, value in pairs}
+
+    parts = {name: json.dumps(record[name]) for name in ("groups", "schedule")}
+    return record | {name: json.loads(x, object_pairs_hook=ints) for name, x in parts.items()}
 
 
 def restored(value: Any, like: Any) -> Any:
@@ -304,6 +327,7 @@ def refuse(record: dict[str, Any], x: object) -> None:
     names = [name for part in parts for name, value in part.items() if value is x]
     raise CheckpointError(
         f"{(*names, 'an entry')[0]} of the optimizer or the scheduler is {what}. Saved are "
-        "numbers, texts, lists, and floating tensors of the shape of their parameter. Make it one "
-        "of these, such as float(lr), or use an optimizer without it, such as AdamW."
+        "numbers, texts, lists, dicts with texts as keys (none empty), and floating tensors of "
+        "the shape of their parameter. Make it one of these, such as float(lr), or use an "
+        "optimizer without it, such as AdamW."
     )

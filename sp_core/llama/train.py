@@ -98,7 +98,7 @@ def train_step(
         As `backward`, then as `clip_gradient_norm`.
 
     Raises:
-        ShapeError, ValueError, TypeError, CollectiveMismatch: as `backward` and
+        ShapeError, ValueError, TypeError, DtypeError, CollectiveMismatch: as `backward` and
             `clip_gradient_norm`.
         TypeError: the optimizer is a scheduler, or an `LBFGS`, which needs a closure.
         ValueError: the optimizer has parameters that the model lacks, or it is an `Adafactor` or a
@@ -112,9 +112,7 @@ def train_step(
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     max_norm = arguments.plain(max_norm)
     dealt = _agree(
-        lambda: (
-            f"train_step({max_norm=}, {model.dtype}, {learning(model)}, {settings_of(optimizer)})"
-        ),
+        lambda: f"train_step({max_norm=}, {settings_of(optimizer)})",
         *(model, sequences, layout, own, window, saving),
         optimizer=optimizer,
     )
@@ -170,15 +168,13 @@ def backward(
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
             no token with a next token, no weight to train, a layout for other numbers of tokens or
             ranks, `window` or `chunk` below 1, or layers that are split over stages.
-        CollectiveMismatch: ranks with different sequences or frozen weights.
+        DtypeError: a model of several dtypes, or of a half type under autocast to another.
+        CollectiveMismatch: ranks with different sequences, frozen weights or autocast.
 
     All are raised on every rank, but that of a wrong `model` on this rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
-    dealt = _agree(
-        lambda: f"backward({model.dtype}, {learning(model)})",
-        *(model, sequences, layout, own, window, saving),
-    )
+    dealt = _agree(lambda: "backward()", model, sequences, layout, own, window, saving)
     return _backward(model, saving, *dealt)
 
 
@@ -213,7 +209,6 @@ def _agree(
     grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
 
     def check() -> int:
-        grid.check_one_stage()
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
         if others:
             check_optimizer(others["optimizer"], model)
@@ -225,10 +220,11 @@ def _agree(
         digest = crc32(f"{replicas.rank} {given[0]}".encode())
         return digest if any(len(tokens) > 1 for tokens in sequences) else ~digest  # below 0
 
-    seen = grid.everyone.agree_on(
-        lambda: f"{call()} of {'own' if own else given[0]}, window={given[2].window}, {saving}",
-        check,
-    )
+    def said() -> str:
+        what = f"{call()} of {'own' if own else given[0]}, window={given[2].window}, {saving}"
+        return f"{what}, {model.precision}, {learning(model)}"
+
+    seen = grid.everyone.agree_on(said, check)
     if len(set(seen)) > replicas.size:
         raise CollectiveMismatch(
             f"{call()}: ranks of one replica have other sequences or layouts. Pass them alike."
@@ -242,7 +238,8 @@ def _agree(
 
 
 def _check_weights(model: Llama) -> None:
-    """Raise an error, on this rank, if parts were replaced or a backward sets no gradient."""
+    """Raise an error, on this rank, for stages, replaced parts, or if nothing gets a gradient."""
+    model.grid.check_one_stage()
     model.check_parts()
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())):
         raise ValueError(
@@ -303,8 +300,8 @@ def save_training(
         model: a model on any mesh without the axis "pp".
         folder: a path that does not exist yet, or an empty folder; another one for each checkpoint.
         optimizer: an optimizer of the model's parameters, as in `train_step`. Its state may have
-            numbers, lists, tensors of no dims, and floating-point tensors of the shape of the
-            parameter. Dtypes are kept.
+            numbers, texts, lists, dicts with texts as keys, tensors of no dims, and floating-point
+            tensors of the shape of the parameter. Dtypes are kept.
         step: how many steps were done; `load_training` returns this number.
         scheduler: the scheduler of the learning rate, if there is one.
         generator: the `torch.Generator` that shuffles the data, if there is one, in the same state
@@ -380,9 +377,9 @@ def load_training(
     def read() -> tuple[tuple[Any, ...], str]:
         arguments.check(folder=folder)
         now, path = record_of(model, optimizer, scheduler, generator), Path(folder) / RECORD
-        record = read_json(path, object_pairs_hook=keyed)
+        record = read_json(path)
         check_record(path, record, now)
-        record = restored(record, now)
+        record = restored(keyed(record), now)
         weights, *parts = read_parts(path, record, model, optimizer, generator)
         return (record, *parts), f"load_training({digests(record)}, {weights})"
 

@@ -77,7 +77,8 @@ def prefill_unequal(
         ShapeError, ValueError, TypeError: a plan for different lengths or ranks, an empty sequence,
             more tokens than the model has positions, a token that is not in the vocabulary, or a
             mesh with replicas.
-        CollectiveMismatch: ranks with different sequences or plans.
+        DtypeError: a model of several dtypes, or of a half type under autocast to another.
+        CollectiveMismatch: ranks with different sequences, plans or autocast.
 
     All of these errors are raised on every rank, but that of a wrong `model` on this rank.
     """
@@ -88,7 +89,7 @@ def prefill_unequal(
         digest = crc32(f"{list(map(list, sequences))} {plan}".encode())
         return (
             f"prefill_unequal({len(sequences)} sequences and a plan #{digest:08x}, {pass_tokens=}, "
-            f"{model.dtype})"
+            f"{model.precision})"
         )
 
     model.grid.everyone.agree_on(call)

@@ -3,7 +3,9 @@
 This package exports no names. Import from the modules:
 
     layers      blocks, attention and norms for split sequences, with all weights on every rank
-    parallel    linear layers and blocks whose weights are split over ranks
+    block       LLaMA's block, with weights split over ranks
+    memory      chunks, recomputation and offloading of activations
+    parallel    linear layers whose weights are split over ranks
     replicated  the base class of `layers`: sums the gradients of weights over the ranks
     rope        rotary position embedding, from global positions
     dropout     dropout with the same pattern for any number of ranks

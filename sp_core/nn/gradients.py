@@ -172,10 +172,11 @@ def reduce_gradients(
     Communication:
         One agreement (32-byte all-reduce) over `data` and one over `tensor`, also with
         `check="agree"`. For each dtype one all-reduce of all gradients over `data`. If parts of a
-        parameter have different shapes, the parameters that all ranks of `tensor` hold alike have
-        an all-reduce of their own, which rounds them alike. For each dtype one all-reduce over
-        `tensor`, of the gradients that are incomplete on each rank (`Placement.partial`). Each of
-        them is first padded with zeros to the shape of the whole parameter.
+        parameter have different shapes, there is one more, of the parameters that all ranks of
+        `tensor` hold whole: an all-reduce may round an element differently at another place, and
+        these must stay equal to the bit. For each dtype one all-reduce over `tensor`, of the
+        gradients that are incomplete on each rank (`Placement.partial`). Each of them is first
+        padded with zeros to the shape of the whole parameter.
 
     Raises:
         ShapeError: with `tensor`, a parameter has no placement, or a placement for other ranks; or

@@ -12,7 +12,6 @@ split the vocabulary.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 from zlib import crc32
 
@@ -30,7 +29,9 @@ from sp_core.compiling import EagerFunction
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
 from sp_core.nn.memory import tiled
+from sp_core.nn.replicated import autocast_dtype
 from sp_core.schemes.reach import next_owner_distances
+from sp_core.segments import within
 from sp_core.sharding import Sharding, check_sharding
 
 IGNORED = -100
@@ -167,7 +168,7 @@ def next_token_loss(
             `count` or `chunk` below 1.
         TypeError: `count` or `chunk` is no whole number.
         CollectiveMismatch: the labels or the number of tokens differ between ranks of `tensor`, or
-            the dtypes, count, chunk or requires_grad between any ranks.
+            the dtypes, autocast, count, chunk or requires_grad between any ranks.
 
     All of these errors are raised on every rank of both groups.
     """
@@ -178,7 +179,8 @@ def next_token_loss(
     def call() -> str:
         graph = torch.is_grad_enabled()
         learns = graph and x.requires_grad, graph and head is not None and head.requires_grad
-        return f"next_token_loss({x.dtype}, requires_grad={learns}, count={count}, chunk={chunk})"
+        kind = f"{x.dtype}, requires_grad={learns}, autocast={autocast_dtype(x.device)}"
+        return f"next_token_loss({kind}, count={count}, chunk={chunk})"
 
     def same() -> str:
         return (
@@ -188,9 +190,7 @@ def next_token_loss(
 
     with agreeing_in_turn() as agree_on:
         sizes = agree_on(tensor, same, lambda: _check_loss(x, labels, tensor, count, head, chunk))
-        agree_on(
-            data, lambda: f"{call()} on {data.name}", lambda: _check_labels(labels, sum(sizes))
-        )
+        agree_on(data, lambda: f"{call()} on {data.name}", lambda: check_labels(labels, sum(sizes)))
     size = max(labels.numel(), 1) if head is None or chunk is None else int(chunk)
     compute = partial(_cross_entropy, head=head, wide=_wide(head), tensor=tensor, sizes=sizes)
     with tensor.agreed(), data.agreed():
@@ -262,15 +262,15 @@ def _cross_entropy(
     logits = logits.to(accumulation_dtype(logits.dtype))
     greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
     shifted = logits - greatest.unsqueeze(-1)
-    places = labels - list(accumulate(sizes, initial=0))[tensor.rank]
-    here = (places >= 0) & (places < logits.shape[-1])
-    picked = shifted.gather(-1, (places * here).unsqueeze(-1)).squeeze(-1)
+    start = sum(sizes[: tensor.rank])
+    places, here = within(labels, range(start, start + sizes[tensor.rank]))
+    picked = shifted.gather(-1, places.unsqueeze(-1)).squeeze(-1)
     sums = torch.stack((shifted.exp().sum(-1), torch.where(here, picked, 0.0)))
     total, target = reduce_from_group(sums, comm=tensor).unbind()
     return total.log() - target
 
 
-def _check_labels(labels: Tensor, vocabulary: int) -> None:
+def check_labels(labels: Tensor, vocabulary: int) -> None:
     """Raise ValueError if a label is neither in 0 .. vocabulary - 1 nor `IGNORED`."""
     wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))]
     if wrong.numel():

@@ -59,8 +59,9 @@ def recomputed(
     """Return `function(*given)`, and keep only the arguments: backward calls the function again.
 
     `reads` are tensors that `function` uses without being given them. If an argument or one of
-    these is changed in place before backward, backward raises RuntimeError. (As arguments they
-    would keep activations of all chunks alive in a block that is itself recomputed.)
+    these is changed in place before backward, backward raises RuntimeError. They are not
+    passed as arguments, which are saved once per chunk. In a block that is itself recomputed, such
+    arguments would keep the activations of all chunks alive.
 
     Unlike in torch's checkpoint, the second call runs to the end of `function`, so that every rank
     completes all messages.

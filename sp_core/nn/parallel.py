@@ -35,6 +35,7 @@ from sp_core.errors import DeviceError, ShapeError
 from sp_core.nn.gradients import Placement, place
 from sp_core.nn.replicated import autocast_dtype, check_input, is_plain
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
+from sp_core.segments import within
 from sp_core.sharding import Sharding, check_sharding, split_sizes
 
 Lengths = tuple[int, ...] | None
@@ -189,20 +190,21 @@ class Embedding(Weight):
     def __init__(
         self, vocab: int, hidden: int, comm: Communicator, dtype: torch.dtype, *, copy: bool
     ) -> None:
-        super().__init__(
-            replace(Placement.split((vocab, hidden), 0, comm.size), copy=copy), comm, dtype
-        )
+        placement = replace(Placement.split((vocab, hidden), 0, comm.size), copy=copy)
+        super().__init__(placement, comm, dtype)
 
-    def forward(self, tokens: Tensor, lengths: Lengths) -> Tensor:
+    def forward(self, tokens: Tensor, lengths: Lengths, pad: int | None) -> Tensor:
         """Return vectors (B, S or S/P, E) of int64 tokens (B, S), which are equal on every rank.
+
+        As with `padding_idx` of `nn.Embedding`, the vector of the token `pad` gets no gradient.
 
         Communication:
             One all-reduce of (B, S, E), with `lengths` (the S/P of each rank) a reduce-scatter.
         """
         (own,) = self.placements["weight"].held[self.comm.rank]
-        here = (tokens >= own.start) & (tokens < own.stop)
-        vectors = F.embedding((tokens - own.start) * here, self.weight)
-        vectors = vectors.where(here.unsqueeze(-1), 0.0)
+        places, here = within(tokens, own)
+        row = pad - own.start if pad is not None and pad in own else None
+        vectors = F.embedding(places, self.weight, row).where(here.unsqueeze(-1), 0.0)
         if lengths is not None:
             return reduce_scatter(vectors, comm=self.comm, dim=1, sizes=lengths)
         return reduce_from_group(vectors, comm=self.comm)

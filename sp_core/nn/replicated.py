@@ -253,6 +253,22 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+def precision(dtype: torch.dtype, device: torch.device) -> str:
+    """Return a model's dtype and that of autocast as a text to compare between ranks.
+
+    Raises:
+        DtypeError: on this rank: both are half types, but not the same one. Their sums are wider,
+            and torch cannot concatenate one under autocast to the other, as decoding does.
+    """
+    lower = autocast_dtype(device)
+    if dtype.itemsize == 2 and lower not in (None, dtype):
+        raise DtypeError(
+            f"the model of {dtype} was called under autocast to {lower}, and torch does not mix "
+            f"two half types. Pass dtype={dtype} to torch.autocast, or convert the model."
+        )
+    return f"{dtype}, autocast={lower}"
+
+
 def check_hooks(module: nn.Module, own: object = None) -> None:
     """Raise a ValueError, on this rank, if a weight has a hook on its gradient other than `own`.
 

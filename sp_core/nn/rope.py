@@ -44,7 +44,7 @@ class Rope:
             "factor": f} or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
             "original_max_position_embeddings"} or {"rope_type": "yarn", "factor",
             "original_max_position_embeddings"}, the last also with "beta_fast", "beta_slow",
-            "truncate", "attention_factor", "mscale" and "mscale_all_dim".
+            "truncate" (None counts as False), "attention_factor", "mscale" and "mscale_all_dim".
 
     Raises:
         ShapeError: head_dim is odd or below 2.
@@ -71,7 +71,10 @@ class Rope:
             )
         if not 0 < base < math.inf:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
-        known = {name: value for name, value in (scaling or {}).items() if value is not None}
+        given = dict(scaling or {})
+        if given.get("truncate", True) is None:  # in transformers, other nulls mean the default
+            given["truncate"] = False
+        known = {name: value for name, value in given.items() if value is not None}
         for name in (name for name in known if name in _NUMBERS):
             kind = "causal" if name == "truncate" else "base"  # True or False, or a number
             check(kind, **{f"scaling[{name!r}]": known[name]})

@@ -19,6 +19,8 @@ from torch import Tensor
 import sp_core as sp
 from hf.cases import InFloat64
 from sp_core.llama import Llama, LlamaConfig, create, generate, load, save as save_ours
+from sp_core.llama.train import backward
+from sp_core.nn.gradients import placement_of
 from sp_core.testing import record_ratio, run_threads
 from sp_core.testing.tolerance import bound, check_close
 
@@ -40,8 +42,8 @@ PROMPTS = (5, 1, 3, 8)
 """Lengths of the prompts, which are the first tokens of the first sequences."""
 
 
-def made(case: Case) -> Any:
-    """Return a model of transformers with the weights of a case."""
+def made(case: Case, **more: object) -> Any:
+    """Return a model of transformers with the weights of a case, and `more` as configuration."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -59,6 +61,7 @@ def made(case: Case) -> Any:
         attn_implementation="sdpa",  # the eager one takes its softmax in float32, too
         bos_token_id=None,
         eos_token_id=None,
+        **more,
     )
     model = LlamaForCausalLM(config)
     missing = model.load_state_dict(
@@ -339,3 +342,31 @@ def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path
         torch.testing.assert_close(model(tokens).logits, want, rtol=1e-5, atol=1e-6)
         assert model.generate(tokens[:, :5], max_new_tokens=9, do_sample=False).shape == (1, 14)
     assert float(want.std()) > 0.01
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"ring": 2}])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pad", [None, 0, 5, 22, -1])
+def test_gradients_are_those_of_transformers_if_a_token_also_pads(
+    pad: int | None, tied: bool, mesh: dict[str, Any], tmp_path: Path
+) -> None:
+    """The embedding of that token gets none, also where the token is a part of the text."""
+    case = replace(CASES["5/1"], tied=tied)
+    theirs, row = made(case, pad_token_id=pad), torch.tensor([[1, 5, 22, 7, 0, 3, 5, 0, 22, 4]])
+    theirs.save_pretrained(tmp_path)
+    theirs(input_ids=row, labels=row).loss.backward()
+    wanted = {name.removeprefix("model."): x.grad for name, x in theirs.named_parameters()}
+
+    def body(comm: Any) -> dict[str, Any]:
+        with sp.Mesh(comm, **mesh) as found:
+            model = load(tmp_path, found)
+            backward(model, row.tolist())
+            tensor = model.grid.tensor.rank
+            return {
+                name: (x.grad, placement_of(x).take(wanted[name], tensor))
+                for name, x in model.named_parameters()
+            }
+
+    for found in run_threads(2, body):
+        torch.testing.assert_close(*zip(*found.values(), strict=True), rtol=1e-4, atol=1e-5)
+    assert tied or pad is None or not wanted["embed_tokens.weight"][pad].any()

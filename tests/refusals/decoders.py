@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from refusals.calls import Table
+from refusals.calls import Table, Wrong
 from refusals.models import CASE, sending
-from refusals.training import FOLDER
+from refusals.training import FOLDER, HALVES, lowered
 from torch import nn
 
 import sp_core as sp
@@ -63,12 +63,16 @@ def vast(mesh: sp.Mesh, here: bool) -> object:
     return Decoder(model, [3])
 
 
-def reconverted(mesh: sp.Mesh, here: bool) -> object:
-    """Convert the model of a decoder on the last rank, then decode."""
-    decoder = Decoder(CASE.model(mesh), [3, 2])
-    decoder.prefill([[1, 2], []])
-    decoder.model.float() if here else None
-    return decoder.decode([[1], []])
+def reused(change: Callable[[Llama], object]) -> Wrong:
+    """Change the model of a decoder on the last rank, then decode."""
+
+    def use(mesh: sp.Mesh, here: bool) -> object:
+        decoder = Decoder(CASE.model(mesh), [3, 2])
+        decoder.prefill([[1, 2], []])
+        change(decoder.model) if here else None
+        return decoder.decode([[1], []])
+
+    return sending(use)
 
 
 def linear(model: Llama, name: str) -> None:
@@ -257,6 +261,28 @@ ON_ONE_RANK: Table = {
             unequal([[13] * 3, TEXTS[1]], PLAN),
         ),
     },
+    "tp": {
+        "a model converted in part under a decoder": (
+            sp.DtypeError,
+            "rank 1: the parameters have the dtypes ['torch.float32', 'torch.float64']",
+            reused(lambda model: model.layers[-1].float()),
+        ),
+        "a norm converted under a decoder": (
+            sp.DtypeError,
+            "rank 1: the parameters have the dtypes ['torch.float32', 'torch.float64']",
+            reused(lambda model: model.norm.float()),
+        ),
+        "a decoder of a half type under autocast to another": (
+            sp.DtypeError,
+            f"rank 1: {HALVES}",
+            lowered(lambda mesh, here: Decoder(CASE.model(mesh).half(), [3]).prefill([[1]])),
+        ),
+        "a hook on a projection of a decoder": (
+            TypeError,
+            "rank 1: layers.1.mlp.down_proj has hooks",
+            reused(lambda model: watched(model, "layers.1.mlp.down_proj")),
+        ),
+    },
     "dp": {
         "unequal sequences on replicas": (
             sp.ShapeError,
@@ -275,7 +301,7 @@ ON_ONE_RANK: Table = {
         "a model converted under a decoder": (
             sp.DtypeError,
             "rank 1: the model has been converted to torch.float32",
-            sending(reconverted),
+            reused(nn.Module.float),
         ),
         "unequal sequences on stages": (
             sp.ShapeError,

@@ -87,6 +87,7 @@ FOLDER = tempfile.gettempdir() + "/sp_core_never_written"
 CALLS: dict[str, tuple[Callable[[Llama], object], str]] = {
     "a forward": (called, "ring tp"),
     "a backward": (lambda model: backward(model, TEXTS), "dp ring tp"),
+    "a training step": (stepped, "dp ring tp"),
     "a pipeline": (trained, "dp pp tp"),
     "a generation": (lambda model: generate(model, [[1], [2]], max_tokens=1), "dp pp ring tp"),
     "a decoder": (lambda model: Decoder(model, [3]), "pp ring tp"),
@@ -109,9 +110,34 @@ def converted(call: Callable[[Llama], object], change: Callable[[Llama], object]
     return convert
 
 
+def lowered(wrong: Wrong) -> Wrong:
+    """Return a call that is made under autocast on the last rank only."""
+
+    def lower(mesh: sp.Mesh, here: bool) -> object:
+        with torch.autocast("cpu", torch.bfloat16, enabled=here):
+            return wrong(mesh, here)
+
+    return lower
+
+
+HALVES = "the model of torch.float16 was called under autocast to torch.bfloat16"
+
+
 def conversions(axis: str) -> dict[str, Row]:
-    """Return the calls over ranks of an axis, of which one has converted its model, or half."""
-    return {
+    """Return the calls over ranks of an axis, of which one has converted its model, or half.
+
+    Also those that compute, under autocast on one rank.
+    """
+    rows: dict[str, Row] = {
+        f"{name}{what} under autocast on one rank": (kind, text, lowered(converted(call, change)))
+        for name, (call, axes) in CALLS.items()
+        if axis in axes.split() and name not in ("a decoder", "a save", "a checkpoint")
+        for what, kind, text, change in (
+            ("", sp.CollectiveMismatch, "autocast=torch.bfloat16", Llama.train),
+            (" of a half type", sp.DtypeError, HALVES, Llama.half),
+        )
+    }
+    return rows | {
         f"{name} with a model {what}": (kind, text, converted(call, change))
         for name, (call, axes) in CALLS.items()
         if axis in axes.split()
@@ -139,11 +165,12 @@ def frozen() -> dict[str, Row]:
         return train
 
     rows: dict[str, Row] = {
-        f"{name} with another layer frozen": (sp.CollectiveMismatch, "weights learn", freeze(call))
-        for name, call in (
-            *((name, CALLS[name][0]) for name in ("a forward", "a backward")),
-            ("a training step", stepped),
+        f"{name} with another layer frozen": (
+            sp.CollectiveMismatch,
+            "weights learn",
+            freeze(CALLS[name][0]),
         )
+        for name in ("a forward", "a backward", "a training step")
     }
     text, ungraded = "tp_sp=False, 0 of ", graded(lambda mesh, here: called(CASE.model(mesh)))
     return rows | {"a forward without gradients": (sp.CollectiveMismatch, text, ungraded)}
@@ -289,6 +316,11 @@ ON_ONE_RANK: Table = {
             sp.CollectiveMismatch,
             "requires_grad=(False, False)",
             graded(lost),
+        ),
+        "a loss under autocast on one rank": (
+            sp.CollectiveMismatch,
+            "autocast=torch.bfloat16",
+            lowered(lost),
         ),
     },
 }
