@@ -176,6 +176,7 @@ def test_a_backward_without_messages_needs_no_other_rank(comm: Any) -> None:
         if comm.rank == 0:
             (whole.sum() + parts.sum()).backward()
             assert torch.equal(x.grad, torch.full((2,), 2.0)) if x.grad is not None else False
+        sp.all_reduce(x, comm=mesh["sp"]).sum().backward()  # the ranks still number alike
 
 
 def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> None:
