@@ -89,12 +89,17 @@ def given(use: Callable[[Tensor, sp.Mesh], Any], change: Callable[[Tensor], Any]
     return lambda mesh, here: use((change if here else torch.clone)(torch.ones(1, 2, 2, 4)), mesh)
 
 
-def transformed(transform: Callable[..., Any], x: Tensor) -> Wrong:
-    """Return a sum of all ranks, inside a transform of torch.func on the last rank."""
+def transformed(transform: Callable[..., Any], x: Tensor, *, outer: bool) -> Wrong:
+    """Return a sum of all ranks, inside a transform of torch.func on the last rank.
+
+    With `outer`, the ranks add a tensor that the transform does not wrap.
+    """
 
     def wrong(mesh: sp.Mesh, here: bool) -> object:
+        ones = torch.ones(2)
+
         def total(x: Tensor) -> Tensor:
-            return sp.all_reduce(x, comm=comm_of(mesh)).sum()
+            return sp.all_reduce(ones if outer else x, comm=comm_of(mesh)).sum()
 
         return transform(total)(x) if here else total(torch.ones(2))
 
@@ -182,11 +187,12 @@ ON_ONE_RANK: Table = {
             )
         },
         **{
-            f"a {kind} of torch.func": (
+            f"{'an outer tensor in ' * outer}a {kind} of torch.func": (
                 sp.DtypeError,
                 "without memory that could be sent",
-                transformed(transform, torch.ones(shape)),
+                transformed(transform, torch.ones(shape), outer=outer),
             )
+            for outer in (False, True)
             for kind, transform, shape in (
                 ("vmap", torch.func.vmap, (3, 2)),
                 ("grad", torch.func.grad, (2,)),
