@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import chain
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from studies.commands import ROOT, outside, printed
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
-from sp_core import observer
+from sp_core import observer, progress
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
 from sp_core.observer import Notices, observer_of
 from sp_core.testing import run_threads
@@ -112,6 +113,30 @@ def test_the_memory_of_a_run_that_an_error_ends_outlives_its_plan(way: str) -> N
             assert not memory.expired()
 
     run_threads(2, body)
+
+
+def test_the_memory_of_a_transfer_outlives_a_mesh_that_nobody_holds() -> None:
+    """It is freed when the transfer is complete, which any wait or poll of the rank finds out."""
+
+    def body(comm: Any) -> None:
+        ended: list[int] = []
+
+        def lose() -> weakref.ref[Any]:
+            handle = Mock(**{"test.side_effect": lambda: bool(ended)})
+            sp.Mesh(comm, sp=1)["sp"].track(handle)
+            return weakref.ref(handle)
+
+        handle = lose()
+        for _ in range(2):
+            gc.collect()
+            assert handle() is not None
+            progress.of_this_rank().poll()
+        ended.append(1)
+        progress.of_this_rank().poll()
+        gc.collect()
+        assert handle() is None
+
+    run_threads(1, body)
 
 
 @pytest.mark.parametrize("error", [None, Lost()])
