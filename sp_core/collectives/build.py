@@ -188,7 +188,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
         dim, sizes = kind.cut
         _check_sizes(sizes, given[sizes], comm, total=lengths[dim])
     if "op" in given:
-        _check_sum(x, given["op"], in_place=kind.map is maps.InPlace)
+        check_sum(x, given["op"], in_place=kind.map is maps.InPlace)
     if not 0 <= given.get("root", 0) < comm.size:
         raise ShapeError(
             f"root={given['root']} was given for {comm.size} ranks. "
@@ -261,7 +261,7 @@ def _check_sizes(
         )
 
 
-def _check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
+def check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
     """Raise an error if `op` is unknown, or does not allow x's gradient or shared elements."""
     wants_grad = x.requires_grad and torch.is_grad_enabled()
     if op not in REDUCTIONS:

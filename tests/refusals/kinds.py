@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from refusals.calls import Table, Wrong, attention, call, comm_of, scheme
 from refusals.pure import NESTED
@@ -68,6 +69,11 @@ IN_PLACE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "all_reduce_": lambda x, mesh: sp.all_reduce_(x, comm=comm_of(mesh)),
     "plan": lambda x, mesh: sp.plan("all_reduce_", x, comm=comm_of(mesh)),
     "a ring": lambda x, mesh: sp.all_reduce_(x, comm=comm_of(mesh), algorithm="ring"),
+}
+MADE_INSIDE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
+    "a plan that was made in that mode": lambda x, mesh: torch.inference_mode()(sp.plan)(
+        "all_reduce_", x, comm=comm_of(mesh), algorithm="ring"
+    ).run(),
 }
 LEARNING: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     **{name: USES[name] for name in ("ColumnParallelLinear", "RowParallelLinear")},
@@ -229,7 +235,7 @@ ON_ONE_RANK: Table = {
                 given(use, kept),
             )
             for text, uses in (
-                ("to a sum in place outside of it", IN_PLACE),
+                ("to a sum in place outside of it", IN_PLACE | MADE_INSIDE),
                 ("beside one that requires a gradient", LEARNING),
             )
             for name, use in uses.items()
@@ -247,7 +253,7 @@ ON_ONE_RANK: Table = {
                     op if here else "all_reduce", torch.ones(2), comm=comm_of(mesh)
                 ),
             )
-            for op in (["all_reduce"], 3, ANY)
+            for op in (["all_reduce"], 3, ANY, np.ones(2))
         },
         "sequences in a batch": (
             sp.CollectiveMismatch,
