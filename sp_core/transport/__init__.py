@@ -15,6 +15,7 @@ from sp_core.machine import local_rank
 from sp_core.observer import observer_of
 from sp_core.transport.base import (
     Bound,
+    Broken,
     Done,
     Handle,
     HostWrapper,
@@ -35,6 +36,7 @@ __all__ = [
     "MESSAGES",
     "NAMES",
     "Bound",
+    "Broken",
     "Done",
     "Handle",
     "HostTransport",
