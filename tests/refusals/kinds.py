@@ -213,6 +213,17 @@ ON_ONE_RANK: Table = {
             )
             for name, use in {**USES, "lse": lambda x, mesh: ringed(x, mesh)[1]}.items()
         },
+        **{
+            f"a lazy parameter in {op}": (
+                ValueError,
+                "Attempted to use an uninitialized parameter",
+                given(use, lambda _: nn.LazyLinear(3).weight),
+            )
+            for op, use in (
+                ("all_reduce", USES["all_reduce"]),
+                ("all_gather", lambda x, mesh: sp.all_gather(x, comm=comm_of(mesh))),
+            )
+        },
         "a tensor with freed memory": (
             sp.DtypeError,
             "without memory that could be sent, or",
