@@ -20,7 +20,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from sp_core.collectives.combining import Work, combination, rewritten
+from sp_core.collectives.combining import combination, rewritten
 from sp_core.communicator import Communicator
 from sp_core.schedules import (
     OWN,
@@ -37,7 +37,7 @@ from sp_core.schedules import (
     wide_length,
 )
 from sp_core.scratch import Scratch, used
-from sp_core.transport import Bound, Broken, Done, Handle, Transfer, ordered, wait
+from sp_core.transport import Bound, Broken, Done, Handle, Transfer, Work, ordered, wait
 
 
 def bind(

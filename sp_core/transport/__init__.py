@@ -28,7 +28,7 @@ from sp_core.transport.base import (
     wait,
 )
 from sp_core.transport.host import HostTransport
-from sp_core.transport.shared import NotShared, this_machine
+from sp_core.transport.shared import NotShared, Work, this_machine
 from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Transfer",
     "Transport",
     "Window",
+    "Work",
     "choose",
     "count_devices",
     "make_transport",
