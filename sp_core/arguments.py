@@ -143,9 +143,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: (  # false: null, or freed
             hasattr(value, "Split") and bool(value) and getattr(value, "is_inter", None) is not True
         ),
-        "on the mesh's own ranks only an intracommunicator of mpi4py that is neither null nor "
-        "freed, such as MPI.COMM_WORLD, or, after init_process_group(), a ProcessGroup, a "
-        "DeviceMesh, or None for all ranks",
+        "an intracommunicator of mpi4py that is neither null nor freed, such as MPI.COMM_WORLD; "
+        "or, after init_process_group(), a ProcessGroup, a DeviceMesh, or None for all ranks. Call "
+        "Mesh on the mesh's own ranks only",
     ),
     "parameters": (
         lambda value: isinstance(value, Iterable),
@@ -356,9 +356,9 @@ def check_memory(x: Tensor, name: str, *, is_sent: bool = True) -> None:
         DtypeError: x is a dual tensor, is inside a transform such as torch.func.vmap, is a
             ZeroTensor, or its memory was freed.
     """
-    plain = Tensor.__torch_dispatch__
-    is_plain = getattr(type(x), "__torch_dispatch__", plain) is plain
-    if not (_has_values(x) if is_plain else not is_sent):
+    is_plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    inside = torch._C._are_functorch_transforms_active()  # there torch refuses our functions
+    if inside or not (_has_values(x) if is_plain else not is_sent):
         raise DtypeError(
             f"{name} is a tensor ({type(x).__name__}) without memory that could be sent, or with a "
             "tangent, as in torch.func, forward-mode AD, FakeTensorMode and gradients with "
@@ -370,7 +370,7 @@ def _has_values(x: Tensor) -> bool:
     """Return whether the elements of x lie in its memory, and are all that x has."""
     try:
         is_there = x.untyped_storage().data_ptr() != 0 or not x.numel()
-    except RuntimeError:  # a ZeroTensor, or inside a transform of torch.func
+    except RuntimeError:  # a ZeroTensor
         return False
     # `unpack_dual` finds no tangent outside a level; not to call it is faster
     return is_there and (forward_ad._current_level < 0 or forward_ad.unpack_dual(x).tangent is None)

@@ -358,7 +358,7 @@ class Reordered(Communicator):
     number the ranks as `other` does.
 
     Args:
-        other: the given communicator, which must be freed after this one.
+        other: the given communicator. The mesh frees both only when all ranks have agreed on both.
         order: for each rank its number in `other`.
         name, nodes: as in `Communicator`.
     """

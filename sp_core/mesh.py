@@ -49,8 +49,9 @@ class Mesh(NotCopied):
 
     Args:
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
-            default group, or a DeviceMesh, whose dimensions are the axes if none are given. Without
-            mpi4py the ranks communicate over gloo, and with "distributed" on a GPU over NCCL.
+            default group, or a DeviceMesh, whose dimensions are the axes if none are given. Ranks
+            of a ProcessGroup or DeviceMesh need no mpi4py: they communicate over gloo, and with
+            "distributed" on a GPU over NCCL.
         device: where tensors live, also the number of an accelerator; default "cpu". "cuda" without
             a number is the current device if that is not cuda:0, else the rank's number on its node
             modulo the number of devices. Make tensors on `mesh.device`.
@@ -78,9 +79,10 @@ class Mesh(NotCopied):
             `mesh["ring"]` is the communicator of an axis, `mesh["dp", "ring"]` that of two.
 
     Communication:
-        Every rank of `comm` makes the mesh: one agreement on the arguments, and one broadcast of
-        rank 0's constants, if any. For each set of axes, one `MPI_Comm_split` and the communication
-        that makes the transport.
+        Every rank of `comm` makes the mesh: one agreement on the arguments, one `MPI_Comm_dup`, and
+        one broadcast of rank 0's constants, if any. For each set of axes, one `MPI_Comm_split`, one
+        `MPI_Comm_dup`, and the communication that makes the transport; with "device" and
+        "distributed" also one agreement.
 
     Raises:
         ShapeError: no axis, or sizes whose product is not the size of `comm`.
@@ -89,8 +91,10 @@ class Mesh(NotCopied):
             constants that cannot be read.
         TypeError: an argument of a wrong type.
         CollectiveMismatch: ranks that ask for different meshes.
+        PeerFailed: ranks of torch.distributed cannot connect over gloo.
+        RankError: this rank is not in the given group.
 
-    These errors are raised on every rank, except the TypeError of a wrong `comm`.
+    Errors are raised on every rank, except the RankError, and the TypeError of a wrong `comm`.
     """
 
     def __init__(
@@ -120,8 +124,8 @@ class Mesh(NotCopied):
             nodes = read_nodes(nodes, self.size)
             constants = _constants(tuning, self.rank)
             call = f"Mesh(axes={self.axes}, device={self.device.type}, {check=}, {nodes=}, "
-            call += f"transport={self._transport!r}, algorithm={self._algorithm!r})"
-        except (TypeError, ValueError) as found:
+            call += f"transport={self._transport!r}, algorithm={self._algorithm})"
+        except Exception as found:  # noqa: BLE001  # the other ranks must not wait for this one
             error = found
         told = agreement.agree(comm, call, 2 * node_number() + (constants is not None), error)
         self._nodes = nodes or [number // 2 for number in told]
@@ -164,17 +168,21 @@ class Mesh(NotCopied):
         each axis.
 
         Raises:
-            RankError: torch.distributed has not been started.
+            RankError: torch.distributed has not been started, or the mesh has been freed; on every
+                rank.
         """
         from torch import distributed
         from torch.distributed.device_mesh import DeviceMesh
 
-        if not distributed.is_initialized():
-            raise RankError(
-                "a DeviceMesh needs torch.distributed. Call init_process_group() on every rank."
-            )
-        ranks = torch.tensor(self._comm.allgather(distributed.get_rank()), device="cpu")
-        grid = ranks.view(tuple(self.axes.values()))
+        def own() -> int:
+            if not distributed.is_initialized():
+                raise RankError(
+                    "a DeviceMesh needs torch.distributed. Call init_process_group() on every rank."
+                )
+            return distributed.get_rank()
+
+        ranks = self[tuple(self.axes)].agree_on(lambda: "to_device_mesh()", own)
+        grid = torch.tensor(ranks, device="cpu").view(tuple(self.axes.values()))
         return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(self.axes))
 
     def free(self) -> None:
@@ -277,7 +285,8 @@ class Mesh(NotCopied):
     def _check_arguments(self) -> None:
         arguments.check("size", **self.axes)
         self.axes = {axis: int(length) for axis, length in self.axes.items()}
-        defaults(self._algorithm)
+        chosen = defaults(self._algorithm).items()  # in the same order on every rank
+        self._algorithm = {op: name for op, name in chosen if name != "auto"}
         ranks = math.prod(self.axes.values())
         if min(self.axes.values(), default=0) < 1 or ranks != self.size:
             sizes = " x ".join(f"{axis}={length}" for axis, length in self.axes.items())
@@ -302,9 +311,9 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
     """
     if hasattr(given, "Split"):
         arguments.check(comm=given)
-        if type(given).__module__ == "mpi4py.MPI":
-            from mpi4py.MPI import COMM_WORLD as world
-
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi and isinstance(given, mpi.Comm):
+            world = mpi.COMM_WORLD
             failing.watch_over(rank=world.rank, size=world.size, stop=world.Abort)
         return given, axes
     from sp_core.transport import groups

@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from sp_core.errors import RankError
 
 
 class Progress:
-    """Hold, by weak references, the communicators of one rank that have operations under way.
+    """Hold the communicators of one rank that have operations under way, whose memory MPI uses.
 
     Attributes:
         kept: agreements (`agreement.Question`) whose result nobody waits for. They are held until
@@ -38,7 +38,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._busy: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self._busy: dict[Any, None] = {}
         self.posting: WeakSet[Any] = WeakSet()
         self.kept: list[Any] = []
         self.lost: list[Any] = []
@@ -92,9 +92,8 @@ class Progress:
         if not self.lock.acquire(False):
             return
         try:
-            # `list(self._busy)` takes several times as long, and every wait polls again and again
-            for source in [ref() for ref in self._busy.keyrefs()]:
-                if source is not None and not source.advance():
+            for source in [*self._busy]:
+                if not source.advance():
                     self._busy.pop(source, None)
         finally:
             self.lock.release()

@@ -44,8 +44,9 @@ def shared_empty(
         ends.
 
     Communication:
-        One agreement on the call; with shared memory also three all-gathers of a few bytes, and on
-        a GPU more all-gathers if memory is freed.
+        One agreement on the call; with shared memory also three all-gathers of a few bytes. On a
+        GPU, after the first call, there may be one more, and a barrier for each tensor that is
+        freed.
 
     Raises:
         ShapeError, DtypeError, CollectiveMismatch, RankError (no memory): on every rank.

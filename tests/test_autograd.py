@@ -82,7 +82,14 @@ def test_the_gradient_of_a_leaf_has_memory_of_its_own(comm: Any, name: str) -> N
         for grad in found:
             grad.add_(1)
         assert torch.equal(torch.stack(found), torch.stack([3 * one, 3 * one, one]) + 1)
+        again = upstream.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(call(a, mesh["sp"]), a, again, create_graph=True)
+        (one,) = torch.autograd.grad(grad, again, later := torch.ones_like(grad), retain_graph=True)
+        for _ in range(3):
+            grad.backward(later, retain_graph=True)
         assert upstream.eq(1).all()
+        assert later.eq(1).all()
+        assert torch.equal(cast("Tensor", again.grad), 3 * one)
 
 
 @spmd(1, 2, 3)

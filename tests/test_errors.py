@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -161,6 +161,8 @@ def differing(mine: Any, others: Any) -> Callable[[bool], Any]:
     return lambda here: mine if here else others
 
 
+FAILING = MagicMock(**{"__iter__.side_effect": RuntimeError("out of memory")})
+"""Nodes that cannot be read, as a device may fail."""
 NO_MESH: list[Any] = [
     (sp.ShapeError, "has 2", {"a": 3}),
     (sp.ShapeError, "sizes >= 1", {"a": 2, "b": 0}),
@@ -192,6 +194,7 @@ NO_MESH: list[Any] = [
             torch.tensor(3),
         )
     ),
+    (RuntimeError, "out of memory", {"nodes": differing(FAILING, None), "a": 2}),
     (sp.CollectiveMismatch, "nodes=", {"nodes": differing([0, 1], [0, 0]), "a": 2}),
     (sp.CollectiveMismatch, "axes", {"a": differing(2, 1), "b": differing(1, 2)}),
     (sp.CollectiveMismatch, "check=", {"check": differing("agree", "off"), "a": 2}),

@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import chain
 from types import SimpleNamespace
@@ -16,10 +17,12 @@ from studies.commands import ROOT, outside, printed
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
-from sp_core import observer
+from sp_core import observer, progress
+from sp_core.collectives.execution import BoundStep, Running
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
 from sp_core.observer import Notices, observer_of
 from sp_core.testing import run_threads
+from sp_core.transport import Done, Transfer, Window
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -112,6 +115,64 @@ def test_the_memory_of_a_run_that_an_error_ends_outlives_its_plan(way: str) -> N
             assert not memory.expired()
 
     run_threads(2, body)
+
+
+def of_a_program(comm: Any, work: Any) -> Callable[[], object]:
+    """Return the test of a run with one step, which has no messages."""
+    bound: Any = Mock(steps=[BoundStep((), (), (work,), 1)], depth=1)
+    return Running(bound, Done()).test
+
+
+def of_a_window(comm: Any, work: Any) -> Callable[[], object]:
+    """Return the test of one step in shared memory."""
+    window = Window(comm)
+    window._queue.append((0, [work]))
+    return window.advance
+
+
+def of_a_transfer(comm: Any, work: Any) -> Callable[[], object]:
+    """Return the test of a transfer whose result is copied at the end."""
+    return Transfer([lambda: True], after=work).test
+
+
+@pytest.mark.parametrize("test_of", [of_a_program, of_a_window, of_a_transfer])
+def test_a_sum_that_an_error_has_interrupted_is_neither_repeated_nor_left_out(test_of: Any) -> None:
+    """A signal handler may raise an error in the middle of it, and the program may wait again."""
+
+    def body(comm: Any) -> None:
+        test = test_of(comm, work := Mock(side_effect=TimeoutError))
+        with pytest.raises(TimeoutError):
+            test()
+        for _ in range(2):
+            with pytest.raises(sp.RankError, match="an error has interrupted"):
+                test()
+        work.assert_called_once_with()
+
+    run_threads(1, body)
+
+
+def test_the_memory_of_a_transfer_outlives_a_mesh_that_nobody_holds() -> None:
+    """It is freed when the transfer is complete, which any wait or poll of the rank finds out."""
+
+    def body(comm: Any) -> None:
+        ended: list[int] = []
+
+        def lose() -> weakref.ref[Any]:
+            handle = Mock(**{"test.side_effect": lambda: bool(ended)})
+            sp.Mesh(comm, sp=1)["sp"].track(handle)
+            return weakref.ref(handle)
+
+        handle = lose()
+        for _ in range(2):
+            gc.collect()
+            assert handle() is not None
+            progress.of_this_rank().poll()
+        ended.append(1)
+        progress.of_this_rank().poll()
+        gc.collect()
+        assert handle() is None
+
+    run_threads(1, body)
 
 
 @pytest.mark.parametrize("error", [None, Lost()])

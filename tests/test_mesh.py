@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from refusals.calls import hybrid
 
 import sp_core as sp
 from sp_core import progress
-from sp_core.mesh import fingerprint, read_nodes
+from sp_core.mesh import _ranks_of, fingerprint, read_nodes
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport, named_device
 from sp_core.transport.distributed import DistributedTransport
@@ -180,9 +181,11 @@ def test_lengths_and_nodes_are_those_of_ranks_in_another_order_of_axes(comm: Any
 
 
 @spmd(2)
-def test_numbers_of_numpy_are_those_of_python(comm: Any) -> None:
+def test_equal_arguments_may_be_written_differently(comm: Any) -> None:
     two: Any = np.int64(2) if comm.rank else 2
-    with sp.Mesh(comm, sp=two) as mesh:
+    named = {"all_reduce": "ring", "all_gather": "bruck"}
+    algorithm = named if comm.rank else "all_gather=bruck,all_reduce=ring"
+    with sp.Mesh(comm, algorithm=algorithm, sp=two) as mesh:
         x = torch.ones(4)
         mine = sp.reduce_scatter(x, comm=mesh["sp"], sizes=[two, two])
         last: Any = np.int64(-1)
@@ -340,6 +343,16 @@ def test_errors_end_all_ranks_of_mpi_and_no_other_ones(
     with sp.Mesh(comm, a=2) as mesh:
         assert type(mesh[()]._comm) is type(comm)
     assert bool(watched) == (type(comm).__module__ == "mpi4py.MPI")
+
+
+def test_errors_end_all_ranks_of_a_subclass_of_the_communicators_of_mpi(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind, world = type("Comm", (), {"Split": None}), SimpleNamespace(rank=1, size=2, Abort=exit)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(Comm=kind, COMM_WORLD=world))
+    monkeypatch.setattr("sp_core.failing.watch_over", watch_over := Mock())
+    _ranks_of(type("Own", (kind,), {})(), {})
+    watch_over.assert_called_once_with(rank=1, size=2, stop=exit)
 
 
 @spmd(1, 2, 4)

@@ -301,6 +301,10 @@ def test_a_plan_has_one_run_at_a_time(comm: Any, check: Any) -> None:
                 plan.finish(handle)
             handle = plan.start()
         plan.finish(handle)
+        vars(plan._bound)["run"] = Mock(side_effect=KeyError)
+        for error in (KeyError, sp.RankError):  # the second run finds the first one unfinished
+            with pytest.raises(error):
+                plan.run()
 
 
 class ByAddress(DelayedMemory):

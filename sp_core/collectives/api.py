@@ -13,7 +13,9 @@ to run the same backward, unless the mesh was made with `check="off"`. The colle
 backward run in the reverse order of their calls. For a `_start` function, the call that starts the
 collective counts.
 
-The functions whose names end in `_start` return at once with a `Pending`.
+The functions whose names end in `_start` return at once with a `Pending`. On a mesh with
+`check="off"`, wait for started collectives on all ranks before a call that runs `algorithm="mpi"`,
+or on all ranks after it: inside that call they stand still.
 """
 
 from torch import Tensor

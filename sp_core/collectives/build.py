@@ -125,13 +125,10 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
     kind = KINDS[which]
     given = {n: arguments.plain(v) for n, v in given.items()}  # sums of NumPy's numbers may wrap
     given = {**kind.arguments, "algorithm": "auto", **given}
-    for dim in kind.dims:  # `_checked` refuses a dim that is still < 0
-        if isinstance(x, Tensor) and type(given[dim]) is int and -x.dim() <= given[dim] < 0:
-            given[dim] += x.dim()
     joined, lengths = kind.joined or ("", "")
-    free, tell = (given.get(joined),), bool(joined) and given[lengths] is None
+    tell = bool(joined) and given[lengths] is None
     told = comm.agree_on(
-        lambda: _call(name, x, comm, free, given),
+        lambda: _call(name, x, comm, (given.get(joined),), given),
         lambda: _checked(kind, x, comm, given),
         always=tell,
     )
@@ -168,7 +165,7 @@ def _call(
 
 
 def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -> int:
-    """Raise an error if this rank's arguments are wrong.
+    """Raise an error if this rank's arguments are wrong. Make dims in `given` count from the front.
 
     Return this rank's length along the dimension whose length may differ between ranks. Return 0 if
     there is none, or if all lengths are given: then ranks with different lengths say the same.
@@ -176,6 +173,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
     arguments.check(**given)
     arguments.check_tensor(x, comm, dtypes=kind.dtypes)
     lengths = {name: arguments.length_along(x, given[name]) for name in kind.dims}
+    given.update({name: given[name] % x.dim() for name in kind.dims})
     if len({given[name] for name in kind.dims}) < len(kind.dims):
         raise ShapeError(
             f"{kind.map.name} was asked to split and concatenate dim {given[kind.dims[0]]}. "
@@ -188,7 +186,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
         dim, sizes = kind.cut
         _check_sizes(sizes, given[sizes], comm, total=lengths[dim])
     if "op" in given:
-        _check_sum(x, given["op"], in_place=kind.map is maps.InPlace)
+        check_sum(x, given["op"], in_place=kind.map is maps.InPlace)
     if not 0 <= given.get("root", 0) < comm.size:
         raise ShapeError(
             f"root={given['root']} was given for {comm.size} ranks. "
@@ -261,7 +259,7 @@ def _check_sizes(
         )
 
 
-def _check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
+def check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
     """Raise an error if `op` is unknown, or does not allow x's gradient or shared elements."""
     wants_grad = x.requires_grad and torch.is_grad_enabled()
     if op not in REDUCTIONS:

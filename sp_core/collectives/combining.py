@@ -9,9 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK, Program
-
-Work = Callable[[], object]
-"""A function that makes one copy or sum."""
+from sp_core.transport import Work
 
 
 def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:

@@ -81,6 +81,9 @@ class _Apply(EagerFunction):
         if isinstance(transpose, Map):
             check = partial(check_gradients, transpose.comm, *grads)
             ctx.agree(f"the backward of {ctx.mapping.name}", check)
+        elif not torch.is_grad_enabled():
+            # draw no number, because other ranks need not make this backward
+            return transpose.run(grads[0]), None, None, None
         return _apply(grads[0], transpose, ctx.mapping, transpose.run), None, None, None
 
 
@@ -156,6 +159,8 @@ def begin(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Pending
 def _passed_on(comm: Communicator) -> _Local:
     """Return the backward of `reduce_from_group`: a copy of the gradient, without communication.
 
+    The backward of the backward of `copy_to_group` is the same.
+
     Torch makes the gradient that a leaf gets its `.grad`, and adds to it in place. Leaves whose
     sums were added up would share the memory of one gradient that was not copied. `_Apply` takes
     `comm` for the check before the backward of this backward.
@@ -182,8 +187,8 @@ def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator f.
     """
-    nothing = _Local(comm, "copy_to_group", lambda x: x.view_as(x))
-    return _apply(x, nothing, build("copy_to_group", "all_reduce", x, comm), nothing.run)
+    reduce = build("copy_to_group", "all_reduce", x, comm)
+    return _apply(x, _passed_on(comm), reduce, lambda x: x.view_as(x))
 
 
 def reduce_from_group(x: Tensor, *, comm: Communicator, algorithm: str = "auto") -> Tensor:

@@ -4,8 +4,7 @@
 become views of that memory. The messages take the form that the transport sends, and the sums and
 copies become calls. A run (one execution) makes no new tensors. When a run begins, it tells the
 communicator's observer what it will send; an observer checks calls in tests. The messages of a run
-have a tag of their own, and each rank posts them when ready. So several collectives may be under
-way.
+have their own tag, and each rank posts them when ready, so several runs may be under way.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from sp_core.collectives.combining import Work, combination, rewritten
+from sp_core.collectives.combining import combination, rewritten
 from sp_core.communicator import Communicator
 from sp_core.schedules import (
     OWN,
@@ -38,7 +37,7 @@ from sp_core.schedules import (
     wide_length,
 )
 from sp_core.scratch import Scratch, used
-from sp_core.transport import Bound, Done, Handle, Transfer, ordered, wait
+from sp_core.transport import Bound, Broken, Done, Handle, Transfer, Work, ordered, wait
 
 
 def bind(
@@ -277,8 +276,7 @@ class BoundProgram(Ready):
 class Running:
     """Represent one execution (run) of a `BoundProgram`; a `Handle`. It advances only in `test`.
 
-    The run ends after `told`, which is complete once the communicator's observer knows what will be
-    sent.
+    The run ends after `told`: then the communicator's observer knows what will be sent.
     """
 
     def __init__(self, bound: BoundProgram, told: Handle) -> None:
@@ -301,9 +299,13 @@ class Running:
             if not handle.test():
                 self._have_left(self._posted)  # some transports send only when tested
                 return False
-            for item in work:
-                item()
-            self._under_way.popleft()
+            try:
+                for item in work:
+                    item()
+                self._under_way.popleft()
+            except BaseException:
+                self._under_way.appendleft((Broken(), ()))
+                raise
             self._post()
         return self._posted == len(self._bound.steps) and self._have_left(self._posted)
 

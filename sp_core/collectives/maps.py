@@ -22,13 +22,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sp_core.collectives.combining import Work
 from sp_core.collectives.execution import Ready, bind
 from sp_core.communicator import Communicator
 from sp_core.compiling import eager
 from sp_core.schedules import ALGORITHMS, Operation, operation, usable
 from sp_core.scratch import used
-from sp_core.transport import Handle, HostTransport
+from sp_core.transport import Handle, HostTransport, Work
 
 
 def nothing() -> None:

@@ -9,18 +9,20 @@ from torch import Tensor
 
 from sp_core.arguments import check_communicator
 from sp_core.collectives import execution
-from sp_core.collectives.build import KINDS, NEEDED, build
+from sp_core.collectives.build import KINDS, NEEDED, build, check_sum
 from sp_core.collectives.maps import Map, Prepared
 from sp_core.communicator import Communicator
 from sp_core.compiling import eager
 from sp_core.errors import RankError
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle
+from sp_core.transport import Done, Handle
 
 RESIDENT_BYTES = 1 << 14
 """Fewest bytes of a vector that a plan lets other ranks read in place, with algorithm "auto".
 
 A smaller vector is faster with the algorithm that "auto" takes for other tensors."""
+
+_INSIDE = Done()  # stands for the run that `Plan.run` is in
 
 
 class Plan:
@@ -58,13 +60,16 @@ class Plan:
 
         Raises:
             CollectiveMismatch: the ranks run different plans. `check="off"` skips this check.
-            RankError: `finish` was not called for a run that `start` began, or the memory, shape
-                or dtype of `input` has changed since the plan was made, as by `x.data = ...`; on
-                every rank, or with `check="off"` on this rank.
+            RankError: `finish` was not called for a run that `start` began, an error has ended an
+                earlier run, or the memory, shape or dtype of `input` has changed since the plan was
+                made, as by `x.data = ...`; on every rank, or with `check="off"` on this rank.
+            ValueError: as `all_reduce_`, if the plan is in place and runs in another mode.
         """
         self._agree(f"a run of the plan of {self._name}", self._check_ready)
         self._prepared.refresh()
+        self._under_way = _INSIDE  # stays after an error: MPI may go on in this plan's memory
         self._bound.run()
+        self._under_way = None
         return self._prepared.result()
 
     @eager
@@ -75,7 +80,7 @@ class Plan:
         begin.
 
         Raises:
-            CollectiveMismatch, RankError: as `run`.
+            CollectiveMismatch, RankError, ValueError: as `run`.
         """
         self._agree(f"a started run of the plan of {self._name}", self._check_ready)
         self._prepared.refresh()
@@ -106,11 +111,12 @@ class Plan:
         )
 
     def _check_ready(self) -> None:
-        """Raise a RankError if a started run is under way, or if `input` has other memory now."""
+        """Raise an error if a run is under way, `input` has other memory, or may not be changed."""
         if self._under_way is not None:
             raise RankError(
                 f"a run of the plan of {self._name} was begun while another one is under way. Call "
-                "finish with the handle of that run first, or make a second plan."
+                "finish with the handle of that run first, or make a second plan. If an error has "
+                "ended that run, make a new plan on every rank."
             )
         if _memory(self.input) != self._memory:
             shape, dtype = tuple(self.input.shape), self.input.dtype
@@ -119,6 +125,8 @@ class Plan:
                 f"(now {shape} and {dtype}) has changed since the plan was made. Make a new plan "
                 "on every rank."
             )
+        if self._prepared.out is self.input:  # a run may be in another mode than the plan was made
+            check_sum(self.input, "sum", in_place=True)
 
 
 def _memory(x: Tensor) -> tuple[object, ...]:
@@ -213,7 +221,7 @@ def all_reduce_(
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:
     """Return what is wrong with the name `op` or the argument names of a plan, or "" if nothing."""
-    if op not in tuple(KINDS):  # a list cannot be looked up in a dict
+    if not isinstance(op, str) or op not in KINDS:
         return f"a plan of {op!r} was asked for; there are {tuple(KINDS)}. Pass one of them."
     known = KINDS[op].arguments
     taken, needed = {*known, "algorithm"}, {name for name in known if known[name] is NEEDED}

@@ -171,11 +171,11 @@ def _passed_on(
 ) -> Step:
     """Return a step that sends a region of each lane to the rank of that lane on the next node.
 
-    A lane is the ranks with the same number on each node. A region is a range of a buffer. In the
-    same step the rank receives a region of each lane from the previous node.
+    A lane is a part of the vector, which one rank of each node carries. A region is a range of a
+    buffer. In the same step the rank receives a region of each lane from the previous node.
 
     Args:
-        place: this rank's node and lane, and those of the other ranks.
+        place: the nodes and lanes of all ranks.
         going, coming: by lane, the region to send, or to receive into.
         then: sums to compute after the messages have arrived.
     """

@@ -15,6 +15,7 @@ from sp_core.machine import local_rank
 from sp_core.observer import observer_of
 from sp_core.transport.base import (
     Bound,
+    Broken,
     Done,
     Handle,
     HostWrapper,
@@ -27,7 +28,7 @@ from sp_core.transport.base import (
     wait,
 )
 from sp_core.transport.host import HostTransport
-from sp_core.transport.shared import NotShared, this_machine
+from sp_core.transport.shared import NotShared, Work, this_machine
 from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "MESSAGES",
     "NAMES",
     "Bound",
+    "Broken",
     "Done",
     "Handle",
     "HostTransport",
@@ -44,6 +46,7 @@ __all__ = [
     "Transfer",
     "Transport",
     "Window",
+    "Work",
     "choose",
     "count_devices",
     "make_transport",

@@ -7,11 +7,12 @@ says when it is complete. `wait` waits for a handle.
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from sp_core.errors import RankError
 from sp_core.schedules import Operation
 
 if TYPE_CHECKING:
@@ -160,6 +161,21 @@ class Done:
         return True
 
 
+class Broken:
+    """Represent a transfer whose result is lost, because an error has interrupted it; a `Handle`.
+
+    A signal handler may raise an error in the middle of a sum. To make the sum again, or to leave
+    it out, would give wrong results.
+    """
+
+    def test(self) -> NoReturn:
+        """Raise `RankError`."""
+        raise RankError(
+            "an error has interrupted a sum or copy of a collective on this rank, whose result is "
+            "lost. Let the error leave the block of the mesh, and make a new mesh on every rank."
+        )
+
+
 class Transfer:
     """Represent a transfer that is complete once each of some tests has returned True; a `Handle`.
 
@@ -183,8 +199,12 @@ class Transfer:
         if self._tests:
             return False
         after, self._after = self._after, None
-        if after is not None:
-            after()
+        try:
+            if after is not None:
+                after()
+        except BaseException:
+            self._tests = [Broken().test]
+            raise
         self._keep = None
         return True
 

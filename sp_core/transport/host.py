@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_core.observer import observer_of
-from sp_core.schedules import Operation
+from sp_core.schedules import HALF, Operation
 from sp_core.transport.base import Bound, Handle, Intracomm, Messages, Transfer, Transport, at_once
 
 MAX_COUNT = 2**30
@@ -38,7 +38,7 @@ _SUMMABLE = {
     torch.uint8,
 }
 """Dtypes that MPI can sum."""
-WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+WIDER = dict.fromkeys(HALF, torch.float32)
 """For each half type, the dtype in which MPI sums it."""
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """For each size of an element in bytes, the integer dtype of that size."""
@@ -159,8 +159,7 @@ class HostTransport(Transport):
                 received = recv.new_empty(sum(chunk.recv))
             self._whole(chunk, sent, received)()
             if recv is not None and received is not None:
-                places = pieces(recv, operation.recv, offset, chunk.recv)
-                for place, part in zip(places, received.split(list(chunk.recv)), strict=True):
+                for place, part in beside(recv, operation.recv, offset, chunk.recv, received):
                     place.copy_(part)
 
     def _whole(
@@ -285,6 +284,13 @@ def pieces(flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[in
         piece[offset : offset + n]
         for piece, n in zip(flat.split(list(sizes)), lengths, strict=True)
     ]
+
+
+def beside(
+    flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[int], packed: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pair each range of `pieces` with its place in `packed`, which holds one after the other."""
+    return zip(pieces(flat, sizes, offset, lengths), packed.split(list(lengths)), strict=True)
 
 
 _METHODS: dict[str, tuple[str, Callable[[Operation, Any, Any], tuple[Any, ...]]]] = {

@@ -25,7 +25,7 @@ from sp_core.progress import of_this_rank
 from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, ordered, wait
 from sp_core.transport.cuda import CudaStreams
-from sp_core.transport.host import HostTransport, OverHost, in_turn, pieces
+from sp_core.transport.host import HostTransport, OverHost, beside, in_turn
 from sp_core.transport.queue import Queue, Steps, until
 
 PIECE_BYTES, MOST_BYTES = 1 << 20, 1 << 23
@@ -273,9 +273,7 @@ class PipelinedTransport(OverHost):
             host_recv = _prefix(slot.recv, recv, chunk.recv)
             yield from until(on_host(chunk, _prefix(slot.send, send, chunk.send), host_recv))
             if recv is not None and host_recv is not None:
-                places = pieces(recv, operation.recv, offset, chunk.recv)
-                parts = host_recv.split(list(chunk.recv))
-                for place, part in zip(places, parts, strict=True):
+                for place, part in beside(recv, operation.recv, offset, chunk.recv, host_recv):
                     self._streams.upload(place, part)
                 slot.uploaded = self._streams.uploaded()
 
@@ -301,8 +299,7 @@ class PipelinedTransport(OverHost):
         offset, chunk = chunks[index]
         slot = self._slots[index % 2]
         parts = slot.send[: sum(chunk.send) * send.itemsize].view(send.dtype)
-        places = pieces(send, operation.send, offset, chunk.send)
-        for place, part in zip(places, parts.split(list(chunk.send)), strict=True):
+        for place, part in beside(send, operation.send, offset, chunk.send, parts):
             self._streams.download(part, place)
         slot.downloaded = self._streams.downloaded()
 

@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
-from sp_core.transport.base import Handle, Intracomm, Messages, Transfer, at_once, wait
+from sp_core.transport.base import Broken, Handle, Intracomm, Messages, Transfer, at_once, wait
 from sp_core.transport.shared import (
     GROWING,
     HOST,
@@ -237,7 +237,11 @@ class Window:
                         return
                 self._queue.popleft()
                 self._launched += 1
-                self._under_way.append(self.memory.launch(step))
+                try:
+                    self._under_way.append(self.memory.launch(step))
+                except BaseException:
+                    self._under_way.append(Broken())
+                    raise
         finally:
             self._advancing.release()
 

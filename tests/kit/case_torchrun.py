@@ -53,7 +53,9 @@ def test_only_the_ranks_of_a_group_make_its_mesh() -> None:
             sp.Mesh(alone, a=1)
 
 
-def test_the_axes_are_those_of_a_device_mesh_and_go_back_to_one() -> None:
+def test_the_axes_are_those_of_a_device_mesh_and_go_back_to_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     size = distributed.get_world_size()
     grid = DeviceMesh("cpu", torch.arange(size).flip(0)[None], mesh_dim_names=("dp", "sp"))
     with sp.Mesh(grid) as mesh:
@@ -61,6 +63,12 @@ def test_the_axes_are_those_of_a_device_mesh_and_go_back_to_one() -> None:
         again = mesh.to_device_mesh()
         assert (again.mesh_dim_names, tuple(again.shape)) == (("dp", "sp"), (1, size))
         assert torch.equal(again.mesh, grid.mesh)
+        monkeypatch.setattr(distributed, "is_initialized", lambda: distributed.get_rank() == 0)
+        with pytest.raises(sp.RankError, match="Call init_process_group"):
+            mesh.to_device_mesh()
+        monkeypatch.undo()
+    with pytest.raises(sp.RankError, match="mesh has been freed"):
+        mesh.to_device_mesh()
     with pytest.raises(sp.ShapeError, match=f"has {size + 1} ranks"):
         sp.Mesh(grid, sp=size + 1)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from refusals.calls import Table, Wrong, attention, call, comm_of, scheme
 from refusals.pure import NESTED
@@ -69,6 +70,11 @@ IN_PLACE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "plan": lambda x, mesh: sp.plan("all_reduce_", x, comm=comm_of(mesh)),
     "a ring": lambda x, mesh: sp.all_reduce_(x, comm=comm_of(mesh), algorithm="ring"),
 }
+MADE_INSIDE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
+    "a plan that was made in that mode": lambda x, mesh: torch.inference_mode()(sp.plan)(
+        "all_reduce_", x, comm=comm_of(mesh), algorithm="ring"
+    ).run(),
+}
 LEARNING: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     **{name: USES[name] for name in ("ColumnParallelLinear", "RowParallelLinear")},
     "FeedForward": lambda x, mesh: sp.FeedForward(4, comm=comm_of(mesh))(x),
@@ -89,12 +95,17 @@ def given(use: Callable[[Tensor, sp.Mesh], Any], change: Callable[[Tensor], Any]
     return lambda mesh, here: use((change if here else torch.clone)(torch.ones(1, 2, 2, 4)), mesh)
 
 
-def transformed(transform: Callable[..., Any], x: Tensor) -> Wrong:
-    """Return a sum of all ranks, inside a transform of torch.func on the last rank."""
+def transformed(transform: Callable[..., Any], x: Tensor, *, outer: bool) -> Wrong:
+    """Return a sum of all ranks, inside a transform of torch.func on the last rank.
+
+    With `outer`, the ranks add a tensor that the transform does not wrap.
+    """
 
     def wrong(mesh: sp.Mesh, here: bool) -> object:
+        ones = torch.ones(2)
+
         def total(x: Tensor) -> Tensor:
-            return sp.all_reduce(x, comm=comm_of(mesh)).sum()
+            return sp.all_reduce(ones if outer else x, comm=comm_of(mesh)).sum()
 
         return transform(total)(x) if here else total(torch.ones(2))
 
@@ -182,11 +193,12 @@ ON_ONE_RANK: Table = {
             )
         },
         **{
-            f"a {kind} of torch.func": (
+            f"{'an outer tensor in ' * outer}a {kind} of torch.func": (
                 sp.DtypeError,
                 "without memory that could be sent",
-                transformed(transform, torch.ones(shape)),
+                transformed(transform, torch.ones(shape), outer=outer),
             )
+            for outer in (False, True)
             for kind, transform, shape in (
                 ("vmap", torch.func.vmap, (3, 2)),
                 ("grad", torch.func.grad, (2,)),
@@ -200,6 +212,17 @@ ON_ONE_RANK: Table = {
                 batched(use),
             )
             for name, use in {**USES, "lse": lambda x, mesh: ringed(x, mesh)[1]}.items()
+        },
+        **{
+            f"a lazy parameter in {op}": (
+                ValueError,
+                "Attempted to use an uninitialized parameter",
+                given(use, lambda _: nn.LazyLinear(3).weight),
+            )
+            for op, use in (
+                ("all_reduce", USES["all_reduce"]),
+                ("all_gather", lambda x, mesh: sp.all_gather(x, comm=comm_of(mesh))),
+            )
         },
         "a tensor with freed memory": (
             sp.DtypeError,
@@ -223,7 +246,7 @@ ON_ONE_RANK: Table = {
                 given(use, kept),
             )
             for text, uses in (
-                ("to a sum in place outside of it", IN_PLACE),
+                ("to a sum in place outside of it", IN_PLACE | MADE_INSIDE),
                 ("beside one that requires a gradient", LEARNING),
             )
             for name, use in uses.items()
@@ -241,7 +264,7 @@ ON_ONE_RANK: Table = {
                     op if here else "all_reduce", torch.ones(2), comm=comm_of(mesh)
                 ),
             )
-            for op in (["all_reduce"], 3, ANY)
+            for op in (["all_reduce"], 3, ANY, np.ones(2))
         },
         "sequences in a batch": (
             sp.CollectiveMismatch,
