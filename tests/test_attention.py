@@ -337,6 +337,17 @@ def test_a_scaled_gradient_of_the_lse_has_the_bound_of_float16(scale: float) -> 
     check_close("dq", q.grad, expected, bound(terms, torch.float16, growth=17.0))
 
 
+@pytest.mark.parametrize("name", ["q_positions", "kv_positions"])
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_positions_may_be_changed_before_the_backward(name: str, kind: Any) -> None:
+    x = torch.randn(1, 6, 1, 4, requires_grad=True)
+    at = kind([5, 4, 3, 2, 1, 0])
+    out = attention_of(x, x, x, mask=Mask(causal=True), alibi=(0.5,), **{name: at})
+    (wanted,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    at[0], at[5] = 0, 5
+    assert torch.equal(wanted, *torch.autograd.grad(out.sum(), x))
+
+
 def test_a_result_may_be_changed_in_place_as_after_sdpa() -> None:
     for kernel in (local_attention, scaled_dot_product_attention):
         q = torch.randn(1, 3, 2, 4, requires_grad=True)

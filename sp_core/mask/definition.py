@@ -8,6 +8,7 @@ positions b_i to b_(i+1) - 1.
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from operator import index
 from typing import Any
@@ -76,6 +77,22 @@ class Mask:
                 f"number; "
                 "give documents for the queries too, and repeat a boundary for an empty document"
             )
+
+    def __hash__(self) -> int:
+        """Return a hash that is computed once: caches look up masks in every step of a ring."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields only: in another process the hash of Python 3.11 may differ."""
+        return Mask, self._fields
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.causal, self.window, self.documents, self.kv_documents
 
     @property
     def key_documents(self) -> tuple[int, ...] | None:

@@ -201,11 +201,23 @@ ROWS: list[Row] = [
     ),
     *(
         (sp.ShapeError, "positions", call)
-        for outside in ([8], [-1], [0, 8], [-1, 0])
+        for outside in ([8], [-1], [0, 8], [-1, 0], [*range(20, -1, -1)])
         for call in (
             partial(DOCUMENTS.allowed, outside, [0]),
             partial(plan_blocks, [0], outside, DOCUMENTS),
+            partial(plan_blocks, [], outside, DOCUMENTS),
+            partial(plan_blocks, outside, [], DOCUMENTS),
         )
+    ),
+    (
+        sp.ShapeError,
+        "positions 0..1299 given",
+        partial(
+            plan_blocks,
+            [*range(299, -1, -1), *range(1299, 999, -1)],
+            range(300),
+            sp.Mask(causal=True, window=4, documents=(0, 300)),
+        ),
     ),
     *(
         (TypeError, "integer", partial(plan_blocks, wrong, range(3)))
