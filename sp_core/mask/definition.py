@@ -193,13 +193,14 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
             )
         tensor = positions.to(device=device, dtype=torch.int64)
     else:
-        items = [*positions] if isinstance(positions, Iterable) else positions
+        has_order = isinstance(positions, Iterable) and not isinstance(positions, (set, frozenset))
+        items = [*positions] if has_order else positions
         if items is positions or not all(
             _is_whole(item) and abs(index(item)) < FAR64 for item in items
         ):
             raise TypeError(
-                f"positions are {items!s:.80}, needed integers below 2**62; pass global token "
-                f"positions"
+                f"positions are {items!s:.80}, needed integers below 2**62 in a list; pass global "
+                f"token positions"
             )
         tensor = torch.tensor([*map(index, items)], dtype=torch.int64, device=device or "cpu")
     if tensor.dim() != 1:

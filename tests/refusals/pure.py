@@ -97,6 +97,7 @@ ROWS: list[Row] = [
             ("positions are .True., needed integers below", [[True], [False]]),
             (r"positions are .0\.0, 1\.0., needed integers below", [[0.0, 1.0], [2.0]]),
             ("positions are .4611686018427387904., needed integers below", [[1 << 62]]),
+            (r"positions are {8, 1}, needed integers below 2\*\*62 in a list", [{1, 8}, [0]]),
         )
     ),
     *(
@@ -221,7 +222,7 @@ ROWS: list[Row] = [
     ),
     *(
         (TypeError, "integer", partial(plan_blocks, wrong, range(3)))
-        for wrong in list[Any]([torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool), [True]])
+        for wrong in list[Any]([torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool), [True], {0}])
     ),
     (
         sp.ShapeError,
