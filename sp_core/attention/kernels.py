@@ -215,9 +215,8 @@ def forward(
     if backend == "flash_cpu":
         q, k, v = (_readable(t) for t in (q, k, v))
         # the kernel hides keys before it scales the scores, but its backward after that
-        if kind == "causal" and scale <= 0:
-            whole = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device="cpu")
-            kind, allowed = "partial", whole.tril_()
+        if kind == "causal" and scale <= 0:  # q * 0.0 keeps NaN
+            q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
         )
