@@ -192,13 +192,15 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
     Args:
         blocks: the planned blocks, in order of their queries.
         q: (B, H, Sq, D); its shape, dtype and device decide whether and how blocks are packed.
-        logits: with softcap or ALiBi nothing is packed.
+        logits: with softcap or ALiBi nothing is packed. Nor is a FakeTensor, because packs hold
+            tensors and are cached for later calls with values.
 
     Returns:
         The blocks to compute one by one, and the packs of all other blocks. No two packed blocks
         share a query or a key.
     """
-    if not q.numel() or logits.is_plain:
+    has_values = type(q).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not has_values or not q.numel() or logits.is_plain:
         return blocks, ()
     if on_cpu(q):
         return _packed(blocks, ELEMENTS * q.shape[2] // q.numel())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -112,10 +113,10 @@ def _attend(
         return part(blocks[0])
     out = _zeros(q, accumulation_dtype(q.dtype))
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=out.dtype)
-    fresh = torch.ones(q.shape[2], dtype=torch.bool, device="cpu")
+    fresh = np.ones(q.shape[2], dtype=bool)
     for pack in packs:
         pack.forward(q, k, v, logits, out, lse)
-        fresh[pack.queries.tokens] = False
+        fresh[pack.queries.tokens.numpy()] = False
     for block in blocks:
         part_out, part_lse = part(block)
         rows_out, rows_lse = out[:, :, block.queries], lse[:, :, block.queries]
