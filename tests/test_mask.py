@@ -291,6 +291,17 @@ def test_chunks_of_different_documents_are_not_compared() -> None:
     assert allowed.call_count == length // 128
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_runs_that_a_window_hides_are_not_compared(causal: bool) -> None:
+    order = torch.arange(2**12).view(64, 4, 16).transpose(0, 1).flatten()  # of four ranks
+    mask = Mask(causal, window=16)
+    with patch.object(plans, "_pair_blocks", wraps=plans._pair_blocks) as compared:
+        blocks = plan_blocks(order, order, mask)
+    visible = plans.count_visible(mask, range(2**12), range(2**12)).sum()
+    assert sum(block.pairs for block in blocks) == visible
+    assert compared.call_count <= 3 * len(order) // 16
+
+
 def test_positions_without_structure_stay_dense_chunks() -> None:
     positions = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
     ordered, mask = torch.arange(1000), Mask(causal=True)

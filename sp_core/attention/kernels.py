@@ -183,7 +183,7 @@ def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
         "flash_cpu", "flash_cuda", "efficient_cuda" or "plain".
     """
     device_type, dtype, head_dim = q.device.type, q.dtype, q.shape[-1]
-    if logits.is_plain:
+    if logits.needs_plain_kernel:
         return "plain"
     if device_type == "cpu":
         return "flash_cpu" if dtype in FLOATS else "plain"

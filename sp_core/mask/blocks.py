@@ -5,6 +5,7 @@ which need a mask, are kept thin. An index is the place of a token in its shard:
 a key. A band lo <= i - j <= hi is the visible pairs between two runs (`runs`) of equal step.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -115,12 +116,22 @@ def _irregular(shard: tuple[range, ...]) -> bool:
 def _run_blocks(
     q_pieces: Iterable[Piece], kv_pieces: Iterable[Piece], mask: Mask
 ) -> Iterator[Block]:
-    """Yield the blocks of each range of queries with each range of keys in the same document."""
+    """Yield the blocks of each range of queries with the ranges of keys in its document and reach.
+
+    The ranges of keys are sorted by their first position. Ranges of a step above 1 may overlap.
+    """
+    least, greatest = limits(mask)
     by_document: dict[int, list[Piece]] = defaultdict(list)
-    for piece in kv_pieces:
+    ends: dict[int, list[int]] = defaultdict(list)  # the last position in this range or before
+    for piece in sorted(kv_pieces, key=lambda piece: piece.run.start):
         by_document[piece.document].append(piece)
+        before = ends[piece.document]
+        before.append(max([piece.run[-1], *before[-1:]]))
     for q in q_pieces:
-        for kv in by_document.get(q.document, ()):
+        found = by_document[q.document]
+        first = bisect_left(ends[q.document], q.run[0] - greatest)
+        stop = bisect_right(found, q.run[-1] - least, key=lambda piece: piece.run.start)
+        for kv in found[first:stop]:
             yield from _pair_blocks(q, kv, mask)
 
 

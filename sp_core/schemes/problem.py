@@ -228,8 +228,8 @@ class Visit(NamedTuple):
         positions: global positions of the block's S_block keys.
         groups: the heads to compute: pairs of query heads and the key/value heads of `held` that
             they read.
-        held: the block, k and v (B, S_block, K, D); None if no query of this rank sees any of its
-            keys.
+        held: the block, k and v (B, S_block, K, D). In a ring, None if no query of this rank sees
+            any of its keys.
     """
 
     step: int
