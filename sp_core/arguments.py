@@ -49,8 +49,8 @@ def _are_lists(value: Any) -> bool:
     )
 
 
-def _each(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: _are_positions(value) and all(map(fits, value))
+def _each(fits: Callable[[Any], bool], refused: type = str) -> Callable[[Any], bool]:
+    return lambda x: _are_positions(x) and not isinstance(x, refused) and all(map(fits, x))
 
 
 def _are_positions(value: Any) -> bool:
@@ -113,7 +113,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_sequence(value) and all(map(_is_real, value)),
         "a list or tuple with the cost, a number, of each layer",
     ),
-    "lengths": (_each(_is_real), "a list or tuple with the number of tokens of each sequence"),
+    "lengths": (_each(_is_real, set), "a list or tuple with the number of tokens of each sequence"),
     "packed": (_are_lists, "a list with the numbers of each rank's sequences, whole numbers"),
     "batches": (_is_sequence, "a list of micro-batches"),
     **dict.fromkeys(

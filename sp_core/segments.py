@@ -29,8 +29,8 @@ def deal_chunks(work: Tensor, size: int, chunk: int) -> tuple[list[list[int]], b
 
     Each round deals `size` chunks, one to each rank. Heavier chunks are dealt in earlier rounds, a
     chunk shorter than the others last. In a round the rank with least work so far gets the heaviest
-    chunk. The work of two ranks differs by at most as much as that of two chunks of one round. A
-    rank that gets no chunk in the last round counts as getting a chunk of no work.
+    chunk. The work of two ranks differs by at most the greatest difference between two chunks of
+    one round. A rank that gets no chunk in the last round counts as getting a chunk of no work.
 
     Args:
         work: int64 (seq_len,), cumulative: for each token the work of all tokens up to it.
@@ -103,5 +103,5 @@ def within(indices: Tensor, own: range) -> tuple[Tensor, Tensor]:
 
 
 def moved(piece: range, start: int) -> range:
-    """Return a range moved by `start` positions."""
+    """Return a range of step 1 moved by `start`."""
     return range(piece.start + start, piece.stop + start)

@@ -282,7 +282,7 @@ def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
         assert all((grad == 0).all() for grad in grads)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**28])
+@pytest.mark.parametrize("scale", [2.0**-27, 1.0, 2.0**16, 2.0**28])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(
     dtype: torch.dtype, scale: float
@@ -292,7 +292,7 @@ def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(
     grad_lse = torch.randn(1, 2, 5) * scale
     do, wide_q, wide_k, wide_v, out = _with_lse_columns(q, q, k, k, q, grad_lse)
     assert LSE_COLUMNS % 8 == 0  # kernels for CUDA need a multiple of 8 elements
-    smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # the smallest float16
+    smallest = 2.0**-48 if dtype == torch.float16 else 0.0  # the square of the smallest float16
     total = (do.double() * out.double())[..., 3:].sum(-1)
     assert (total + grad_lse.double()).abs().max() <= smallest
     assert (wide_q[..., 3:] == 0).all()
@@ -335,6 +335,25 @@ def test_a_scaled_gradient_of_the_lse_has_the_bound_of_float16(scale: float) -> 
     weights = (heads @ keys.mT / 8**0.5).softmax(-1) * scale / 8**0.5
     expected, terms = ((weights @ x).transpose(1, 2) for x in (keys, keys.abs()))
     check_close("dq", q.grad, expected, bound(terms, torch.float16, growth=17.0))
+
+
+def test_small_gradients_of_the_lse_of_many_float16_queries_add_up() -> None:
+    q, k = torch.ones(1, 2**16, 1, 8).half(), torch.zeros(1, 1, 1, 8).half().requires_grad_()
+    _, lse = local_attention(q, k, k, softmax_scale=1.0, return_lse=True)
+    (lse.sum() * 2.0**-27).backward()
+    assert k.grad is not None
+    assert k.grad.unique().tolist() == [2.0**-11]
+
+
+@pytest.mark.parametrize("name", ["q_positions", "kv_positions"])
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_positions_may_be_changed_before_the_backward(name: str, kind: Any) -> None:
+    x = torch.randn(1, 6, 1, 4, requires_grad=True)
+    at = kind([5, 4, 3, 2, 1, 0])
+    out = attention_of(x, x, x, mask=Mask(causal=True), alibi=(0.5,), **{name: at})
+    (wanted,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    at[0], at[5] = 0, 5
+    assert torch.equal(wanted, *torch.autograd.grad(out.sum(), x))
 
 
 def test_a_result_may_be_changed_in_place_as_after_sdpa() -> None:

@@ -17,6 +17,7 @@ from domains.declared import Row
 from domains.numeric import attended
 from hypothesis import given, settings, strategies as st
 from test_attention import LOCAL, judge, ran, rows as drawn_rows, there_and_back
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_core.attention import Logits, attend, attend_backward, function, kernels, packs, tiles
 from sp_core.attention.tiles import Cut, halves, rows, strips, tiled
@@ -231,6 +232,30 @@ def test_hundreds_of_documents_take_few_kernel_calls(ran: list[Any]) -> None:
     do, q, k, v = torch.randn(4, 1, 2, 4096, 64).unbind()
     there_and_back(do, q, k, v, **call(tuple(range(0, 4097, 8)), 4096))
     assert len(ran) == 2 * q.numel() // 2**17  # a pack holds 2**17 elements of q
+
+
+class Copied(TorchDispatchMode):
+    """A mode that counts the elements of copies, as of conversions to another dtype."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.clone):
+            self.total += result.numel()
+        return result
+
+
+def test_the_plain_kernel_copies_each_tensor_once_however_many_strips(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "CPU_SCORES", 1)
+    do, q, k, v = torch.ones(4, 2, 32, 3, 8, dtype=torch.bfloat16).transpose(2, 3).unbind()
+    with Copied() as copied:  # type: ignore[no-untyped-call]
+        out, lse = kernels.block_attention(q, k, v, logits=Logits(0.3, 5.0))
+        assert copied.total == 3 * q.numel()
+        kernels.block_attention_backward(do, q, k, v, out, lse, logits=Logits(0.3, 5.0))
+    assert copied.total == (3 + 5) * q.numel()
 
 
 def test_tiles_of_a_window_are_not_searched_for_hidden_tokens(

@@ -112,11 +112,27 @@ def test_no_call_imports_the_compiler_by_itself() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_attention_on_one_device_gives_the_shape_of_a_tensor_without_values() -> None:
-    """Tools that trace a program, such as `torch.export`, run it with FakeTensors."""
+@pytest.mark.parametrize(
+    "mask",
+    [
+        sp.Mask(),
+        sp.Mask(causal=True),
+        sp.Mask(True, 100),
+        sp.Mask(documents=tuple(range(0, 601, 8))),
+    ],
+    ids=["full", "causal", "window", "documents"],
+)
+def test_attention_on_one_device_gives_the_shape_of_a_tensor_without_values(mask: sp.Mask) -> None:
+    """Tools that trace a program, such as `torch.export`, run it with FakeTensors.
+
+    A later call has real values, although plans are cached.
+    """
     from torch._subclasses import FakeTensorMode  # takes a second
 
     with FakeTensorMode():
-        q = torch.ones(1, 3, 2, 4)
-        out: Any = sp.local_attention(q, q, q)
+        q = torch.ones(1, 600, 2, 4, requires_grad=True)
+        out: Any = sp.local_attention(q, q, q, mask=mask)
         assert out.shape == q.shape
+        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+    q = torch.ones(1, 600, 2, 4)
+    torch.testing.assert_close(sp.local_attention(q, q, q, mask=mask), q)

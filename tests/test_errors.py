@@ -70,7 +70,7 @@ def test_what_is_wrong_on_one_rank_is_raised_on_both(comm: Any, axes: str, row: 
     check_refused(comm, axes, row)
 
 
-@rows(*(x.ON_ONE_RANK for x in (calls, models, decoders, training)), ranks=4)
+@rows(*(x.ON_ONE_RANK for x in (calls, kinds, models, decoders, training)), ranks=4)
 @spmd(4)
 def test_what_is_wrong_on_one_rank_of_a_grid_is_raised_on_all(
     comm: Any, axes: str, row: Row

@@ -5,6 +5,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from oracle.attention_check import Results, Shards, check_attention
 from oracle.strategies import AttentionProblem
+from torch.autograd.graph import saved_tensors_hooks
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES, problem
@@ -256,6 +258,22 @@ def test_keys_in_shared_memory_count_as_those_elsewhere(comm: Any) -> None:
             sp.ring_attention(x, k, v, comm=mesh["sp"], **given)
             counts.append(mesh["sp"].counters["ring"].bytes_sent)
     assert counts == [2 * 2 * 2 * x.itemsize * (comm.rank > 0)] * 2  # two tokens of k and of v
+
+
+@spmd(3)
+def test_hooks_may_copy_the_saved_keys_and_values(comm: Any) -> None:
+    copies = saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
+    sharding, found = sp.Sharding.contiguous(6, 3), list[torch.Tensor]()
+    with sp.Mesh(comm, transport="window", sp=3) as mesh:
+        q = torch.ones(1, 2, 1, 2, requires_grad=True)
+        k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).fill_(comm.rank) for _ in "kv")
+        for where in (range(0), range(1), range(3)):
+            with copies if comm.rank in where else nullcontext():
+                out = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding)
+            found.extend(torch.autograd.grad(out.sum(), q))
+    assert found[0].abs().min() > 0
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 MESSAGES: dict[str, tuple[str, Any, Any]] = {

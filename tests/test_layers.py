@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
+from itertools import compress, product
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +16,8 @@ from domains.declared import normal
 from domains.numeric import uniform
 from oracle.changed_parts import CHANGES, PARTS
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
@@ -261,15 +263,26 @@ def test_layers_that_share_an_input_give_the_gradients_that_are_needed(comm: Any
 
 
 @spmd(2)
-def test_a_weight_learns_from_an_input_that_does_not(comm: Any) -> None:
-    y, weight = torch.arange(12.0).view(1, 6, 2), torch.ones(4, 2, requires_grad=True)
+def test_a_scatter_computes_and_keeps_what_its_needed_gradients_need(comm: Any) -> None:
+    """The gradient of each input takes one matrix product, of 2 * 6 * 4 * 2 operations."""
+    y, weight, kept = torch.arange(12.0).view(1, 6, 2), torch.ones(4, 2), list[torch.Size]()
+    wanted = torch.full_like(y, 4.0), y.sum((0, 1)).expand(4, 2)
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x.shape)
+        return x
+
     with sp.Mesh(comm, sp=2) as mesh:
-        for _ in range(2):
-            out = linear_scatter(y, weight, comm=mesh["sp"], lengths=(3, 3))
-            out.sum().backward()
-            y.requires_grad_()
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, 2 * y.sum((0, 1)).expand(4, 2))
+        for needs in ((False, True), (True, True), (True, False)):
+            leaves = y.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
+            kept.clear()
+            with saved_tensors_hooks(keep, lambda x: x):
+                out = linear_scatter(y, weight, comm=mesh["sp"], lengths=(3, 3))
+            with FlopCounterMode(display=False) as counter:
+                grads = torch.autograd.grad(out.sum(), [*compress(leaves, needs)])
+            assert counter.get_total_flops() == 96 * sum(needs)
+            assert kept == [weight.shape, y.shape][: 1 + needs[1]]
+            assert all(map(torch.equal, grads, compress(wanted, needs)))
 
 
 @spmd(2)

@@ -4,8 +4,10 @@ The blocks of a plan hold exactly the pairs that the mask's definition allows, e
 """
 
 import math
+import pickle
 from collections.abc import Sequence
 from itertools import chain
+from time import process_time
 from typing import Any
 from unittest.mock import patch
 
@@ -190,6 +192,18 @@ def test_whole_numbers_of_any_type_make_one_mask() -> None:
     assert (mask, repr(mask)) == (same, repr(same))
 
 
+def test_the_hash_of_a_mask_is_computed_once_in_each_process() -> None:
+    """Caches look up masks in every step of a ring. A mask may have many documents."""
+    mask = Mask(documents=tuple(range(10**5)))
+    new = pickle.dumps(mask)
+    hash(mask)
+    start = process_time()
+    assert len({hash(mask) for _ in range(1000)}) == 1
+    assert process_time() - start < 0.05  # with the documents it takes ten times as long
+    assert pickle.dumps(mask) == new
+    assert pickle.loads(new) == mask
+
+
 def test_positions_of_small_dtypes_are_subtracted_in_int64() -> None:
     for dtype, positions in ((torch.uint8, [0, 1, 255]), (torch.int8, [-100, 0, 100])):
         places = torch.tensor(positions, dtype=dtype)
@@ -266,6 +280,26 @@ def test_a_million_positions_are_planned_from_their_runs(mask: Mask) -> None:
     positions = torch.cat([torch.arange(250_000), torch.arange(750_000, 10**6)])
     # a loop over chunks of positions would give 15 million blocks
     assert 0 < len(plan_blocks(positions, positions, mask)) <= len(positions) // plans.TILE[0] + 2
+
+
+def test_chunks_of_different_documents_are_not_compared() -> None:
+    length, mask = 2**12, Mask(documents=tuple(range(0, 2**12 + 1, 128)))
+    order = torch.arange(length).view(-1, 64, 2).flip(1).flatten()  # documents stay in order
+    with patch.object(Mask, "allowed", autospec=True, side_effect=Mask.allowed) as allowed:
+        blocks = plan_blocks(order, order, mask)
+    assert sum(block.pairs for block in blocks) == length * 128
+    assert allowed.call_count == length // 128
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_runs_that_a_window_hides_are_not_compared(causal: bool) -> None:
+    order = torch.arange(2**12).view(64, 4, 16).transpose(0, 1).flatten()  # of four ranks
+    mask = Mask(causal, window=16)
+    with patch.object(plans, "_pair_blocks", wraps=plans._pair_blocks) as compared:
+        blocks = plan_blocks(order, order, mask)
+    visible = plans.count_visible(mask, range(2**12), range(2**12)).sum()
+    assert sum(block.pairs for block in blocks) == visible
+    assert compared.call_count <= 3 * len(order) // 16
 
 
 def test_positions_without_structure_stay_dense_chunks() -> None:

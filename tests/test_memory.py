@@ -228,6 +228,14 @@ def test_the_plain_kernel_holds_the_scores_of_one_strip() -> None:
     assert live.peak <= 5 * strip + 12 * q.nbytes < 2 * 2048 * 2048 * q.itemsize
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_causal_block_holds_no_mask_of_all_pairs(scale: float) -> None:
+    q = torch.ones(1, 2, 512, 8, dtype=torch.bfloat16)
+    with LiveBytes((q,)) as live:
+        kernels.block_attention(q, q, q, kind="causal", logits=Logits(scale))
+    assert live.peak < 8 * q.nbytes < 512 * 512
+
+
 @spmd(1, 2)
 def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
     """Test forward and backward of a layer that every rank holds, and of one that is split."""

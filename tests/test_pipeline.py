@@ -8,6 +8,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from domains.declared import normal
@@ -193,3 +194,10 @@ def test_passes_keep_the_order_and_their_limit(lengths: list[int], size: int, mo
         assert [number for part in cut for number in part] == list(numbers)
         assert all(len(part) == 1 or sum(lengths[n] for n in part) <= most for part in cut)
         assert all(sum(lengths[n] for n in (*a, b[0])) > most for a, b in pairwise(cut))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_lengths_in_an_unsigned_array_have_the_plan_of_a_list(name: str) -> None:
+    lengths = np.array([0, 3, 200], dtype=np.uint8)
+    plans = [POLICIES[name](cast("Any", given), 2, Work(1, 1)) for given in (lengths, [0, 3, 200])]
+    assert plans[0] == plans[1]

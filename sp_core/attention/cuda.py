@@ -240,9 +240,10 @@ def aligned(x: Tensor) -> Tensor:
 def added(allowed: Tensor | None, q: Tensor) -> Tensor | None:
     """Return the bias (B, H, Sq, Sk) that the efficient kernel adds to the scores for a bool mask.
 
-    It is 0 for visible and -inf for hidden pairs. Rows begin at multiples of LOAD_BYTES, and all
-    heads share the memory. A row may begin with hidden keys, but must have a visible key, else its
-    result is NaN. Return None if `allowed` is None.
+    It is 0 for visible and -inf for hidden pairs. Rows have room for a multiple of LOAD_BYTES
+    elements, so they begin at multiples of as many bytes. All heads share the memory. A row may
+    begin with hidden keys, but must have a visible key, else its result is NaN. Return None if
+    `allowed` is None.
     """
     if allowed is None:
         return None

@@ -18,7 +18,7 @@ from sp_core.attention.merge import accumulation_dtype, add_sinks, sinks_gradien
 from sp_core.attention.shards import attend, attend_backward
 from sp_core.compiling import EagerFunction
 from sp_core.errors import DeviceError, DtypeError, ShapeError
-from sp_core.mask import Mask, Positions
+from sp_core.mask import Mask, Positions, position_tensor
 
 Saved = tuple[Tensor, ...]
 """The tensors that a forward gave to `ctx.save_for_backward`."""
@@ -181,6 +181,11 @@ def differentiable_once(backward: Backward) -> Backward:
     return refusing
 
 
+def _kept(positions: Positions) -> Positions:
+    """Return positions that stay as they are if the caller changes those given."""
+    return positions if isinstance(positions, range) else position_tensor(positions).clone()
+
+
 class _Attention(EagerFunction):
     """Autograd function of `local_attention`: `attend`, and `attend_backward` as its derivative."""
 
@@ -198,7 +203,7 @@ class _Attention(EagerFunction):
         In the backward an unused output has gradient None.
         """
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call = call | {name: _kept(call[name]) for name in ("q_positions", "kv_positions")}
         dtype = q.dtype if sinks is None else accumulation_dtype(q.dtype)
         with exact(q):
             out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **call, out_dtype=dtype)

@@ -183,7 +183,7 @@ def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
         "flash_cpu", "flash_cuda", "efficient_cuda" or "plain".
     """
     device_type, dtype, head_dim = q.device.type, q.dtype, q.shape[-1]
-    if logits.is_plain:
+    if logits.needs_plain_kernel:
         return "plain"
     if device_type == "cpu":
         return "flash_cpu" if dtype in FLOATS else "plain"
@@ -215,9 +215,8 @@ def forward(
     if backend == "flash_cpu":
         q, k, v = (_readable(t) for t in (q, k, v))
         # the kernel hides keys before it scales the scores, but its backward after that
-        if kind == "causal" and scale <= 0:
-            whole = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device="cpu")
-            kind, allowed = "partial", whole.tril_()
+        if kind == "causal" and scale <= 0:  # q * 0.0 keeps NaN
+            q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
         )
@@ -316,8 +315,10 @@ def _plain(
     """
     dtype = accumulation_dtype(q.dtype)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)
+    # not for each strip, for which torch.matmul would copy other layouts again
+    k, v = (x.to(dtype, memory_format=torch.contiguous_format) for x in (k, v))
     for rows, keys, visible in strips:
-        part, k_, v_ = (x.to(dtype) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys]))
+        part, k_, v_ = q[:, :, rows].to(dtype), k[:, :, keys], v[:, :, keys]
         scores = _scores(_grouped(part, k.shape[1]), k_, logits)
         scores = _masked(scores, visible, logits.at(rows, keys))
         # Not exp(scores - logsumexp): such weights add up to 1 only within the round-off of the
@@ -346,10 +347,11 @@ def _plain_backward(
     """
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+    k, v = (x.to(dtype, memory_format=torch.contiguous_format) for x in (k, v))
     for rows, keys, visible in strips:
         # q_, do, o: (B, K, H/K * rows, D)
         q_, do, o = (_grouped(t[:, :, rows].to(dtype), k.shape[1]) for t in (q, grad_out, out))
-        k_, v_ = (t[:, :, keys].to(dtype) for t in (k, v))
+        k_, v_ = k[:, :, keys], v[:, :, keys]
         scores = _scores(q_, k_, logits)
         ds = (do @ v_.mT).sub_((do * o).sum(-1, keepdim=True)).mul_(logits.softmax_scale)
         if logits.softcap is not None:

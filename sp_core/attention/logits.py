@@ -117,7 +117,7 @@ class Logits:
         return cls(scale, cap, sinks, None if alibi is None else tuple(map(float, alibi)))
 
     @property
-    def is_plain(self) -> bool:
+    def needs_plain_kernel(self) -> bool:
         """Return whether softcap or ALiBi is given, which no fused kernel computes."""
         return self.softcap is not None or self.alibi is not None
 

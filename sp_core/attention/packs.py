@@ -133,7 +133,7 @@ class Pack(NamedTuple):
         lse = self.gather(self.queries, tensors[-1].unsqueeze(-1)).squeeze(-1).contiguous()
         allowed = self.allowed(len(tensors[0]))
         parts = kernels.backward(do, q, k, v, out, lse, "partial", allowed, logits)
-        for side, part, into in zip(sides[1:], parts, grads, strict=False):
+        for side, part, into in zip(sides[1:4], parts, grads, strict=True):
             self.scatter(side, part, into)
 
 
@@ -168,7 +168,7 @@ class Sequences(NamedTuple):
         given = [_tokens(x, side) for x, side in zip(tensors, sides, strict=False)]
         lse = _tokens(tensors[-1].unsqueeze(-1), self.queries).squeeze(-1)
         parts = cuda.sequences_backward(given, lse, self.lengths, self.causal, logits.softmax_scale)
-        for part, side, into in zip(parts, sides[1:], grads, strict=False):
+        for part, side, into in zip(parts, sides[1:4], grads, strict=True):
             _put(part, side, into)
 
 
@@ -192,13 +192,15 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
     Args:
         blocks: the planned blocks, in order of their queries.
         q: (B, H, Sq, D); its shape, dtype and device decide whether and how blocks are packed.
-        logits: with softcap or ALiBi nothing is packed.
+        logits: with softcap or ALiBi nothing is packed. Nor is a FakeTensor, because packs hold
+            tensors and are cached for later calls with values.
 
     Returns:
         The blocks to compute one by one, and the packs of all other blocks. No two packed blocks
         share a query or a key.
     """
-    if not q.numel() or logits.is_plain:
+    has_values = type(q).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not has_values or not q.numel() or logits.needs_plain_kernel:
         return blocks, ()
     if on_cpu(q):
         return _packed(blocks, ELEMENTS * q.shape[2] // q.numel())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -25,10 +26,11 @@ from sp_core.mask.blocks import band_mask
 
 # columns added to each head for the gradient of lse; the CUDA kernels need multiples of 8
 LSE_COLUMNS = 8
-LSE_FACTORS = (1.0, 1.0, 1.0), (2.0**15, 2.0**4, 1.0)
-"""The columns of out beside those of the gradient of lse, for float16 in the second place.
+LSE_FACTORS = (1.0, 1.0, 1.0), (2.0**15, 2.0**4, 1.0, 2.0**-11, 2.0**-24)
+"""The values in the new columns of out; the second tuple is for float16.
 
-A float16 is at most 65504. With these factors the gradient may be up to 2^31."""
+The new columns of dO hold -grad_lse in parts, each divided by the value in its column. A
+float16 lies between 2^-24 and 65504, so the gradient may lie between 2^-48 and 65504 * 2^15."""
 
 Allowed = Callable[[Block], Tensor | None]
 """Function of a block that returns its bool mask (queries, keys); None for a block without mask."""
@@ -111,10 +113,10 @@ def _attend(
         return part(blocks[0])
     out = _zeros(q, accumulation_dtype(q.dtype))
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=out.dtype)
-    fresh = torch.ones(q.shape[2], dtype=torch.bool, device="cpu")
+    fresh = np.ones(q.shape[2], dtype=bool)
     for pack in packs:
         pack.forward(q, k, v, logits, out, lse)
-        fresh[pack.queries.tokens] = False
+        fresh[pack.queries.tokens.numpy()] = False
     for block in blocks:
         part_out, part_lse = part(block)
         rows_out, rows_lse = out[:, :, block.queries], lse[:, :, block.queries]
@@ -284,7 +286,7 @@ def _with_lse_columns(
     """Widen the heads so that every kernel's rowsum(dO * out) becomes rowsum(dO * out) - grad_lse.
 
     The new columns of q, k and v are 0, so scores and dO v^T do not change. The products of those
-    of out and dO sum to -grad_lse. There are three, because a single bfloat16 would round it.
+    of out and dO sum to -grad_lse. There are several, because a single bfloat16 would round it.
 
     Returns:
         The wider grad_out, q, k, v and out, with D + LSE_COLUMNS elements per head.

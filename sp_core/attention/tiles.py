@@ -10,9 +10,9 @@ a causal block is cut into small causal tiles (c) on the diagonal and full tiles
     f f f c
 
 `halves` is for the forward. It joins full tiles to squares, so each row of out is merged only a few
-times. `strips` is for the backward, where gradients are summed in place. It makes more and tall
-tiles, whose keys stay in the cache, and also cuts full blocks. `rows` cuts full blocks of the
-forward, for communication between tiles.
+times. `strips` is for the backward, where gradients are summed in place. It makes more tiles, tall
+and narrow ones, whose few keys stay in the cache. It cuts full blocks, too. `rows` cuts full blocks
+of the forward, for communication between tiles.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -5,8 +5,9 @@ which need a mask, are kept thin. An index is the place of a token in its shard:
 a key. A band lo <= i - j <= hi is the visible pairs between two runs (`runs`) of equal step.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -93,11 +94,18 @@ def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
 def _plan(q_shard: tuple[range, ...], kv_shard: tuple[range, ...], mask: Mask) -> tuple[Block, ...]:
     """Plan blocks as `plan_blocks`, from shards given as ranges of positions. Plans are cached."""
     if _irregular(q_shard) or _irregular(kv_shard):
-        q, kv = concatenated(q_shard), concatenated(kv_shard)
-        blocks = _halved(range(len(q)), range(len(kv)), q, kv, mask)
+        q, kv = _numbered(q_shard, mask.documents), _numbered(kv_shard, mask.key_documents)
+        blocks = _halved(range(q.shape[1]), range(kv.shape[1]), q, kv, mask)
     else:
         blocks = _run_blocks(cut(q_shard, mask.documents), cut(kv_shard, mask.key_documents), mask)
     return tuple(sorted(_joined(blocks)))
+
+
+def _numbered(shard: Sequence[range], boundaries: tuple[int, ...] | None) -> Tensor:
+    """Return the positions of a shard, and the numbers of their documents, int64 (2, S)."""
+    at = concatenated(shard)
+    document = torch.zeros_like(at) if boundaries is None else document_of(at, boundaries)
+    return torch.stack((at, document))
 
 
 def _irregular(shard: tuple[range, ...]) -> bool:
@@ -108,12 +116,22 @@ def _irregular(shard: tuple[range, ...]) -> bool:
 def _run_blocks(
     q_pieces: Iterable[Piece], kv_pieces: Iterable[Piece], mask: Mask
 ) -> Iterator[Block]:
-    """Yield the blocks of each range of queries with each range of keys in the same document."""
+    """Yield the blocks of each range of queries with the ranges of keys in its document and reach.
+
+    The ranges of keys are sorted by their first position. Ranges of a step above 1 may overlap.
+    """
+    least, greatest = limits(mask)
     by_document: dict[int, list[Piece]] = defaultdict(list)
-    for piece in kv_pieces:
+    ends: dict[int, list[int]] = defaultdict(list)  # the last position in this range or before
+    for piece in sorted(kv_pieces, key=lambda piece: piece.run.start):
         by_document[piece.document].append(piece)
+        before = ends[piece.document]
+        before.append(max([piece.run[-1], *before[-1:]]))
     for q in q_pieces:
-        for kv in by_document.get(q.document, ()):
+        found = by_document[q.document]
+        first = bisect_left(ends[q.document], q.run[0] - greatest)
+        stop = bisect_right(found, q.run[-1] - least, key=lambda piece: piece.run.start)
+        for kv in found[first:stop]:
             yield from _pair_blocks(q, kv, mask)
 
 
@@ -127,35 +145,39 @@ def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
     if len(kv.run) == 1 or kv.run.step == step:
         yield from _band_blocks(q.indices, kv.indices, *_index_band(q, kv, step, mask))
     else:
-        positions = concatenated([q.run]), concatenated([kv.run])
-        yield from _halved(q.indices, kv.indices, *positions, Mask(mask.causal, mask.window))
+        tokens = _numbered([q.run], None), _numbered([kv.run], None)
+        yield from _halved(q.indices, kv.indices, *tokens, Mask(mask.causal, mask.window))
 
 
 def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> Iterator[Block]:
     """Yield the blocks of arbitrary positions, by halving queries and keys.
 
-    Halving ends where all pairs are visible, where all are too far apart, or at CHUNK tokens.
+    Halving ends where all pairs are visible, where all are too far apart or of different documents,
+    or at CHUNK tokens.
 
     Args:
         rows, columns: indices of the queries and of the keys.
-        q, kv: the positions at these indices, int64.
+        q, kv: positions and documents of the tokens at these indices, as from `_numbered`.
         mask: the mask.
     """
     if not rows or not columns:
         return
     least, greatest = limits(mask)
-    low, high = int(q.min() - kv.max()), int(q.max() - kv.min())
+    low, first = (q.amin(1) - kv.amax(1)).tolist()
+    high, last = (q.amax(1) - kv.amin(1)).tolist()
+    if low > greatest or high < least or not first <= 0 <= last:
+        return
     if least <= low and high <= greatest and mask.documents is None:
         yield _full(rows, columns)
     elif max(len(rows), len(columns)) <= CHUNK:
-        pairs = int(mask.allowed(q, kv).sum())
+        pairs = int(mask.allowed(q[0], kv[0]).sum())
         kind: Kind = "full" if pairs == len(rows) * len(columns) else "partial"
         if pairs:
             yield Block(rows.start, rows.stop, columns.start, columns.stop, kind, pairs)
-    elif low <= greatest and high >= least:
+    else:
         for i in _halves(len(rows)):
             for j in _halves(len(columns)):
-                yield from _halved(rows[i], columns[j], q[i], kv[j], mask)
+                yield from _halved(rows[i], columns[j], q[:, i], kv[:, j], mask)
 
 
 def _halves(length: int) -> tuple[slice, slice]:

@@ -8,6 +8,7 @@ positions b_i to b_(i+1) - 1.
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from operator import index
 from typing import Any
@@ -76,6 +77,22 @@ class Mask:
                 f"number; "
                 "give documents for the queries too, and repeat a boundary for an empty document"
             )
+
+    def __hash__(self) -> int:
+        """Return a hash that is computed once: caches look up masks in every step of a ring."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields only: in another process the hash of Python 3.11 may differ."""
+        return Mask, self._fields
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.causal, self.window, self.documents, self.kv_documents
 
     @property
     def key_documents(self) -> tuple[int, ...] | None:
@@ -176,13 +193,14 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
             )
         tensor = positions.to(device=device, dtype=torch.int64)
     else:
-        items = [*positions] if isinstance(positions, Iterable) else positions
+        has_order = isinstance(positions, Iterable) and not isinstance(positions, (set, frozenset))
+        items = [*positions] if has_order else positions
         if items is positions or not all(
             _is_whole(item) and abs(index(item)) < FAR64 for item in items
         ):
             raise TypeError(
-                f"positions are {items!s:.80}, needed integers below 2**62; pass global token "
-                f"positions"
+                f"positions are {items!s:.80}, needed integers below 2**62 in a list; pass global "
+                f"token positions"
             )
         tensor = torch.tensor([*map(index, items)], dtype=torch.int64, device=device or "cpu")
     if tensor.dim() != 1:

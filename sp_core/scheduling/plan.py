@@ -320,7 +320,7 @@ def _checked(lengths: Sequence[int], size: int) -> tuple[Sequence[int], int]:
     arguments of another type.
     """
     check(lengths=lengths, size=size)
-    lengths, size = plain(lengths), plain(size)
+    lengths, size = plain(tuple(lengths)), plain(size)
     if size < 1 or not _are_finite(lengths):
         raise ShapeError(
             f"lengths={list(lengths)!s:.80} on {size} ranks were given; needed lengths >= 0 and "

@@ -137,7 +137,7 @@ def _product(
             " of the mesh, and one of them as ulysses; comm is mesh[axes], or is left out."
         )
 
-    names = list(axes) if isinstance(axes, Sequence) else []
+    names = list(axes) if isinstance(axes, Sequence) and not isinstance(axes, str) else []
     fits = (
         len(names) == 2
         and names[0] != names[1]

@@ -57,7 +57,7 @@ class Problem:
         comm, sharding, kv_sharding, mask: as in the schemes.
         logits: scale of q k^T, and the terms that change the logits.
         resident: whether the k of all ranks come from one collective call of `shared_empty`, and
-            the v from another. Other ranks then read k and v in place.
+            the v from another, without saved-tensor hooks. Other ranks then read k and v in place.
     """
 
     comm: Communicator
@@ -192,10 +192,12 @@ def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, return_
 def _home(kv: Block, comm: Communicator) -> int:
     """Return a number >= 0 that identifies the shared-memory allocations of k and of v.
 
-    Return a number < 0 if k or v is not at the start of such memory. Ranks number their allocations
-    alike, so equal numbers mean tensors of the same calls of `shared_empty`.
+    Return a number < 0 if k or v is not at the start of such memory, or if saved-tensor hooks may
+    give copies of them to the backward. Ranks number their allocations alike, so equal numbers mean
+    tensors of the same calls of `shared_empty`.
     """
-    if comm.window is None or not all(x.is_contiguous() and not x.is_neg() for x in kv):
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks or comm.window is None or not all(x.is_contiguous() and not x.is_neg() for x in kv):
         return -1
     of_k, of_v = (comm.window.number(x.view(-1)) for x in kv)
     return of_k << 31 | of_v
@@ -226,8 +228,8 @@ class Visit(NamedTuple):
         positions: global positions of the block's S_block keys.
         groups: the heads to compute: pairs of query heads and the key/value heads of `held` that
             they read.
-        held: the block, k and v (B, S_block, K, D); None if no query of this rank sees any of its
-            keys.
+        held: the block, k and v (B, S_block, K, D). In a ring, None if no query of this rank sees
+            any of its keys.
     """
 
     step: int

@@ -84,8 +84,9 @@ def ring_attention(
         float32 or wider. A single rank sends nothing.
 
         In shared memory (`Mesh(transport="window")`) a rank sends no message. It writes its k and
-        v once, or never if both are tensors of `shared_empty` on `comm`, and reads those of P-1
-        ranks. All ranks wait for each other once, and once more for tensors of `shared_empty`.
+        v once, or never if both are tensors of `shared_empty` on `comm` and no saved-tensor hooks
+        are active, and reads those of P-1 ranks. All ranks wait for each other once, and once more
+        for tensors of `shared_empty`.
         In the backward they do the same. There a rank also adds its parts of the gradients of k
         and v to the sums of P-1 ranks, in float32 or wider. It waits for all ranks in each step.
         Over the transports "ipc" and "pinned" a rank sends the messages named above.

@@ -200,7 +200,7 @@ class _LinearScatter(EagerFunction):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
         ctx.tokens, ctx.agree = tokens, tokens.comm.numbered()
-        ctx.save_for_backward(y, weight)
+        ctx.save_for_backward(weight, y if ctx.needs_input_grad[1] else None)
         return _scattered([(y, weight.T)], tokens, weight.shape[0])
 
     @staticmethod
@@ -208,13 +208,17 @@ class _LinearScatter(EagerFunction):
     def backward(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor | None, ...]:
         check = partial(check_gradients, ctx.tokens.comm, grad)
         ctx.agree("the backward of linear_scatter", check)
-        y, weight = saved
+        weight, y = saved
         tokens = ctx.tokens
-        dy, dw = torch.empty_like(y), _zeros(weight)
+        shape = grad.shape[0], sum(tokens.lengths), weight.shape[1]
+        dy = grad.new_empty(shape) if ctx.needs_input_grad[0] else None
+        dw = None if y is None else _zeros(weight)
         for chunk, gathered in _gathered(grad, tokens):
-            tokens.put(dy, chunk, gathered @ weight.to(gathered.dtype))
-            _add(dw, gathered, tokens.take(y, chunk))
-        return dy, dw.to(weight.dtype), None
+            if dy is not None:
+                tokens.put(dy, chunk, gathered @ weight.to(gathered.dtype))
+            if dw is not None:
+                _add(dw, gathered, tokens.take(y, chunk))
+        return dy, None if dw is None else dw.to(weight.dtype), None
 
 
 _gather_linears: Callable[..., tuple[Tensor, ...]] = _GatherLinears.apply

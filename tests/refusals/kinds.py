@@ -287,5 +287,14 @@ ON_ONE_RANK: Table = {
             ),
         ),
     },
+    "r u": {
+        "axes in one name": (
+            sp.ShapeError,
+            "axes='ru'",
+            lambda mesh, here: attention(
+                *(mesh, sp.hybrid_attention), ulysses="u", axes="ru" if here else ("r", "u")
+            ),
+        ),
+    },
 }
 """Calls that are wrong on the last rank only."""

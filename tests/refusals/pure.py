@@ -97,6 +97,7 @@ ROWS: list[Row] = [
             ("positions are .True., needed integers below", [[True], [False]]),
             (r"positions are .0\.0, 1\.0., needed integers below", [[0.0, 1.0], [2.0]]),
             ("positions are .4611686018427387904., needed integers below", [[1 << 62]]),
+            (r"positions are {8, 1}, needed integers below 2\*\*62 in a list", [{1, 8}, [0]]),
         )
     ),
     *(
@@ -201,15 +202,27 @@ ROWS: list[Row] = [
     ),
     *(
         (sp.ShapeError, "positions", call)
-        for outside in ([8], [-1], [0, 8], [-1, 0])
+        for outside in ([8], [-1], [0, 8], [-1, 0], [*range(20, -1, -1)])
         for call in (
             partial(DOCUMENTS.allowed, outside, [0]),
             partial(plan_blocks, [0], outside, DOCUMENTS),
+            partial(plan_blocks, [], outside, DOCUMENTS),
+            partial(plan_blocks, outside, [], DOCUMENTS),
         )
+    ),
+    (
+        sp.ShapeError,
+        "positions 0..1299 given",
+        partial(
+            plan_blocks,
+            [*range(299, -1, -1), *range(1299, 999, -1)],
+            range(300),
+            sp.Mask(causal=True, window=4, documents=(0, 300)),
+        ),
     ),
     *(
         (TypeError, "integer", partial(plan_blocks, wrong, range(3)))
-        for wrong in list[Any]([torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool), [True]])
+        for wrong in list[Any]([torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool), [True], {0}])
     ),
     (
         sp.ShapeError,
