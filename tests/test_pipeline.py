@@ -25,7 +25,7 @@ from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.memory import KEEP_ALL
 from sp_core.scheduling import POLICIES, Work, prefill_only, split_stages
 from sp_core.segments import grouped
-from sp_core.testing import spmd
+from sp_core.testing import LiveBytes, spmd
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 5000)), max_size=40)
 
@@ -166,6 +166,20 @@ def test_without_gradients_a_pipeline_returns_the_same_loss(comm: Any) -> None:
             differing = pytest.raises(sp.CollectiveMismatch, match="gradients=")
             with differing, torch.set_grad_enabled(comm.rank == 0):
                 compute()
+
+
+@spmd(2, 3)
+def test_without_gradients_the_last_stage_keeps_no_micro_batch_that_it_has_computed(comm: Any) -> None:
+    sharding, tokens = sp.Sharding.contiguous(5, 1), torch.ones(1, 5, dtype=torch.int64)
+    with sp.Mesh(comm, pp=comm.size) as mesh, torch.no_grad():
+        model, peaks = Case((4, 2), layers=4).model(mesh), []
+        for number in (3, 12):
+            with LiveBytes() as live:
+                loss_and_gradients(model, [MicroBatch(tokens, tokens, sharding)] * number)
+            peaks.append(live.peak)
+        # positions are made for all micro-batches first; earlier stages keep what they send
+        if comm.rank == comm.size - 1:
+            assert peaks[1] - peaks[0] == 9 * tokens.nbytes
 
 
 @spmd(3)
