@@ -169,7 +169,9 @@ def test_without_gradients_a_pipeline_returns_the_same_loss(comm: Any) -> None:
 
 
 @spmd(2, 3)
-def test_without_gradients_the_last_stage_keeps_no_micro_batch_that_it_has_computed(comm: Any) -> None:
+def test_without_gradients_the_last_stage_keeps_no_micro_batch_that_it_has_computed(
+    comm: Any,
+) -> None:
     sharding, tokens = sp.Sharding.contiguous(5, 1), torch.ones(1, 5, dtype=torch.int64)
     with sp.Mesh(comm, pp=comm.size) as mesh, torch.no_grad():
         model, peaks = Case((4, 2), layers=4).model(mesh), []

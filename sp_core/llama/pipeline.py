@@ -308,8 +308,6 @@ def sum_tied_gradients(model: Llama) -> None:
             f"the tied embedding has a gradient of {SUMMABLE[learns[0] - 1]} on the first stage, "
             f"of {SUMMABLE[learns[-1] - 1]} on the last. Set `grad_dtype` alike on both."
         )
-    if not learns[0]:
-        return
     if weight is None or mine is None:
         stages.wait(stages.exchange([], [], "tied"), "tied")
         return
