@@ -202,8 +202,11 @@ def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(comm: Any) -> 
         assert block.attention.q_proj.weight.shape == (400, 200)
         assert block.feed_forward.up.weight.shape == (800, 200)
         x, sharding = torch.ones(1, 4, 200, device=device()), sp.Sharding.contiguous(8, 2)
-        out, same = (block(x, sharding=sharding, seed=seed) for seed in (number(200), 200))
+        out, same, zero, one_more = (
+            block(x, sharding=sharding, seed=seed) for seed in (number(200), 200, number(0), 1)
+        )
         assert torch.equal(out, same)
+        assert not torch.equal(zero, one_more)
         weight = place(nn.Parameter(torch.ones(2, device=device())), Placement.replicated((2,), 2))
         weight.grad = torch.tensor([6.0, 8.0], device=device())
         assert clip_gradient_norm([weight], number(5), tensor=one) == 10.0

@@ -217,6 +217,7 @@ def test_positions_and_windows_are_exact_up_to_2_to_the_62() -> None:
     for window, sees in ((far - 1, False), (far, True), (far + 1, True), (2**64, True)):
         assert Mask(True, window).allowed([far - 1], [0]).item() is sees
         assert Mask(False, window).allowed([0], [far - 1]).item() is sees
+    assert Mask().allowed([far - 1], [1 - far]).item()
     assert Mask(documents=(0, 1, far)).allowed([0, 1], [far - 1]).tolist() == [[False], [True]]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import sp_core as sp
 
 MISMATCH = sp.CollectiveMismatch
+LAYOUTS = sp.Sharding.contiguous, sp.Sharding.zigzag
 
 
 def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
@@ -148,6 +149,16 @@ ON_ONE_RANK: Table = {
                 sp.DeviceError,
                 "linear is on the device meta, without values. Load its weights first.",
                 split(kind, on_meta),
+            )
+            for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
+        },
+        **{
+            f"another layout of the tokens of a {kind.__name__}": (
+                MISMATCH,
+                "from_linear",
+                lambda mesh, here, kind=kind: kind.from_linear(
+                    nn.Linear(4, 6), comm=comm_of(mesh), sharding=LAYOUTS[here](6, mesh.size)
+                ),
             )
             for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
         },
