@@ -202,6 +202,7 @@ def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(comm: Any) -> 
         assert block.attention.q_proj.weight.shape == (400, 200)
         assert block.feed_forward.up.weight.shape == (800, 200)
         x, sharding = torch.ones(1, 4, 200, device=device()), sp.Sharding.contiguous(8, 2)
+        assert sp.RMSNorm(number(4), comm=one).extra_repr() == "hidden=4, eps=1e-06"
         out, same, zero, one_more = (
             block(x, sharding=sharding, seed=seed) for seed in (number(200), 200, number(0), 1)
         )
