@@ -144,7 +144,7 @@ def ring(problem: Attention, rank: int) -> Both:
     else:
         passing = [(step, (rank - step) % size) for step in range(size)]
         keys = [block for step, block in passing if way[block] > step]
-        sums = [block for step, block in passing if way[block] > step or way[block] == step > 0]
+        sums = [block for step, block in passing if way[block] >= step]
     lengths = shown_keys(*seen_by).lengths
     sent = (
         _blocks(problem, [lengths[block] for block in blocks], itemsize)

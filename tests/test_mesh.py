@@ -355,6 +355,16 @@ def test_errors_end_all_ranks_of_a_subclass_of_the_communicators_of_mpi(
     watch_over.assert_called_once_with(rank=1, size=2, stop=exit)
 
 
+@spmd(2)
+def test_a_counter_is_made_after_all_messages_that_were_begun_before(comm: Any) -> None:
+    """MPI's calls then have the same order on every rank."""
+    with sp.Mesh(comm, sp=2) as mesh:
+        begun = Mock(**{"test.side_effect": [False, True]})
+        mesh["sp"].transport.in_order = Mock(return_value=begun)  # type: ignore[method-assign]
+        mesh["sp"].counter().free()
+        assert begun.test.call_count == 2
+
+
 @spmd(1, 2, 4)
 def test_a_counter_gives_each_number_to_one_rank(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:

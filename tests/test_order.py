@@ -242,6 +242,12 @@ def test_what_mpi_may_use_outlives_its_thread_and_is_settled_at_the_end(
     gc.collect()
     assert [ref() is None for ref in left] == [False] * 6
     settle, *given = registry.register.call_args.args
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "settle", settled := Mock())
+        settle(*given)
+    limits = [seconds for (seconds,), _ in settled.call_args_list]
+    assert len(limits) == 3
+    assert 9 >= limits[0] >= limits[-1] > 0
     settle(*given)
     gc.collect()
     assert [ref() is not None for ref in left] == [is_lost] * 6

@@ -23,6 +23,7 @@ from sp_core.tuning import Curve, Tuning, default_path, save
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = Link(0.0, 0.0)
+TINY = f"0.{'0' * 318}1mb,1us"  # a byte would take more seconds than a float can tell
 SMALL = Problem(240, 2, 12, 4, 8, 2, 4, 2, FAST, FAST, 1e9)
 
 
@@ -101,7 +102,7 @@ def test_links() -> None:
     assert astuple(link_of("8mbit,2s")) == pytest.approx((2.0, 1e-6))
     for text in ("25Gb,10us", "25gb/s,10us", "25Gbit,10us", "25GBIT,10US", "3.125GB,10us"):
         assert astuple(link_of(text)) == pytest.approx((1e-5, 8 / 25e9)), text
-    for wrong in ("fast", "25gbit", "0gbit,1us", "25parsec,1us", "1.2.3gb,1us"):
+    for wrong in ("fast", "25gbit", "0gbit,1us", "25parsec,1us", "1.2.3gb,1us", TINY):
         with pytest.raises(ValueError, match="RATE,LATENCY"):
             link_of(wrong)
 
