@@ -269,7 +269,7 @@ def test_hooks_may_copy_the_saved_keys_and_values(comm: Any) -> None:
         k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).fill_(comm.rank) for _ in "kv")
         for where in (range(0), range(1), range(3)):
             with copies if comm.rank in where else nullcontext():
-                out = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding)
+                out: Any = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding)
             found.extend(torch.autograd.grad(out.sum(), q))
     assert found[0].abs().min() > 0
     assert torch.equal(found[0], found[1])

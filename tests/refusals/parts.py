@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import sp_core as sp
 
 MISMATCH = sp.CollectiveMismatch
-LAYOUTS = sp.Sharding.contiguous, sp.Sharding.zigzag
 
 
 def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
@@ -115,6 +114,12 @@ def split(kind: Any, change: Callable[[Any], Any]) -> Wrong:
     return wrong
 
 
+def laid_out(kind: Any, mesh: sp.Mesh, here: bool) -> object:
+    """Return a parallel layer with another layout of the tokens on the last rank."""
+    sharding = (sp.Sharding.contiguous, sp.Sharding.zigzag)[here](6, mesh.size)
+    return kind.from_linear(nn.Linear(4, 6), comm=comm_of(mesh), sharding=sharding)
+
+
 ON_ONE_RANK: Table = {
     "ring": {
         **{
@@ -156,9 +161,7 @@ ON_ONE_RANK: Table = {
             f"another layout of the tokens of a {kind.__name__}": (
                 MISMATCH,
                 "from_linear",
-                lambda mesh, here, kind=kind: kind.from_linear(
-                    nn.Linear(4, 6), comm=comm_of(mesh), sharding=LAYOUTS[here](6, mesh.size)
-                ),
+                partial(laid_out, kind),
             )
             for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
         },
