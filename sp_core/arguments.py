@@ -349,16 +349,15 @@ def check_memory(x: Tensor, name: str, *, is_sent: bool = True) -> None:
     Args:
         x: a strided tensor.
         name: what the error calls the tensor.
-        is_sent: whether x will be sent. If False, x may be of a subclass without memory, such as a
-            FakeTensor.
+        is_sent: whether x will be sent; if not, x may have no memory, such as a FakeTensor.
 
     Raises:
         DtypeError: x is a dual tensor, is inside a transform such as torch.func.vmap, is a
             ZeroTensor, or its memory was freed.
     """
-    is_plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-    inside = torch._C._are_functorch_transforms_active()  # there torch refuses our functions
-    if inside or not (_has_values(x) if is_plain else not is_sent):
+    plain = Tensor.__torch_dispatch__
+    is_plain = getattr(type(x), "__torch_dispatch__", plain) is plain
+    if not (_has_values(x) if is_plain else not is_sent):
         raise DtypeError(
             f"{name} is a tensor ({type(x).__name__}) without memory that could be sent, or with a "
             "tangent, as in torch.func, forward-mode AD, FakeTensorMode and gradients with "
@@ -368,8 +367,9 @@ def check_memory(x: Tensor, name: str, *, is_sent: bool = True) -> None:
 
 def _has_values(x: Tensor) -> bool:
     """Return whether the elements of x lie in its memory, and are all that x has."""
+    inside = torch._C._are_functorch_transforms_active()  # there torch refuses our functions
     try:
-        is_there = x.untyped_storage().data_ptr() != 0 or not x.numel()
+        is_there = not inside and (x.untyped_storage().data_ptr() != 0 or not x.numel())
     except RuntimeError:  # a ZeroTensor
         return False
     # `unpack_dual` finds no tangent outside a level; not to call it is faster

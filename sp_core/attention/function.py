@@ -80,13 +80,20 @@ def local_attention(
     out, lse = attention(
         *(q, k, v, logits.sinks),
         {
-            "q_positions": range(q.shape[1]) if q_positions is None else q_positions,
-            "kv_positions": range(k.shape[1]) if kv_positions is None else kv_positions,
+            "q_positions": _kept(q_positions, q.shape[1]),
+            "kv_positions": _kept(kv_positions, k.shape[1]),
             "mask": mask,
             "logits": logits,
         },
     )
     return (out, lse) if return_lse else out
+
+
+def _kept(positions: Positions | None, length: int) -> Positions:
+    """Return positions that no later change of those given changes; 0, 1, ... for None."""
+    if positions is None or isinstance(positions, range):
+        return range(length) if positions is None else positions
+    return position_tensor(positions).clone()
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -181,11 +188,6 @@ def differentiable_once(backward: Backward) -> Backward:
     return refusing
 
 
-def _kept(positions: Positions) -> Positions:
-    """Return positions that stay as they are if the caller changes those given."""
-    return positions if isinstance(positions, range) else position_tensor(positions).clone()
-
-
 class _Attention(EagerFunction):
     """Autograd function of `local_attention`: `attend`, and `attend_backward` as its derivative."""
 
@@ -203,7 +205,7 @@ class _Attention(EagerFunction):
         In the backward an unused output has gradient None.
         """
         ctx.set_materialize_grads(False)
-        ctx.call = call | {name: _kept(call[name]) for name in ("q_positions", "kv_positions")}
+        ctx.call = call
         dtype = q.dtype if sinks is None else accumulation_dtype(q.dtype)
         with exact(q):
             out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **call, out_dtype=dtype)
