@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sp_core.arguments import check, check_type, length_along, plain
 from sp_core.errors import ShapeError
+from sp_core.hashing import HashedOnce
 from sp_core.mask.blocks import count_visible
 from sp_core.mask.definition import FAR64, Mask
 from sp_core.mask.runs import runs
@@ -37,7 +38,7 @@ LEAST_CHUNK = 32
 
 
 @dataclass(frozen=True)
-class Sharding:
+class Sharding(HashedOnce):
     """The global positions of the tokens that each rank holds, in the rank's own order.
 
     Make one with `contiguous`, `zigzag`, `striped`, `balanced` or `from_positions`, which check
@@ -160,17 +161,7 @@ class Sharding:
             )
         return cls(segments)
 
-    def __hash__(self) -> int:
-        """Return a hash that is computed once: caches look up shardings in every step of a ring."""
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.segments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the segments only: in another process the hash of Python 3.11 may differ."""
-        return Sharding, (self.segments,)
+    __hash__ = HashedOnce.__hash__
 
     @property
     def size(self) -> int:

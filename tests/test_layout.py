@@ -15,6 +15,7 @@ ROOMS = (
     (
         "arguments",
         "compiling",
+        "hashing",
         "launch",
         "observer",
         "progress",

@@ -90,10 +90,10 @@ def local_attention(
 
 
 def _kept(positions: Positions | None, length: int) -> Positions:
-    """Return positions that no later change of those given changes; 0, 1, ... for None."""
-    if positions is None or isinstance(positions, range):
-        return range(length) if positions is None else positions
-    return position_tensor(positions).clone()
+    """Copy positions, because the caller may change them before the backward; None is 0, 1, ..."""
+    if positions is None:
+        return range(length)
+    return positions if isinstance(positions, range) else position_tensor(positions).clone()
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

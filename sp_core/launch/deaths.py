@@ -14,7 +14,6 @@ import select
 import signal
 import struct
 import time
-from functools import partial
 from pathlib import Path
 
 from sp_core.launch.watch import ENDED, FAILED, RUN_DIR, STACKS, STARTED, file_of, owner
@@ -340,8 +339,8 @@ def kill_session(leader: int, run_dir: Path | None = None) -> None:
         leader: process id of the launcher.
         run_dir: the launch's directory, the value of SP_RUN_DIR, if it has one.
     """
-    killed, marked = set[int](), partial(_marked, run_dir) if run_dir else set[int]
-    while new := (processes_of(leader) | marked()) - killed:  # they may start others
+    killed = set[int]()  # those that live may start others
+    while new := (processes_of(leader) | (_marked(run_dir) if run_dir else set())) - killed:
         for pid in new:
             _signal(pid, signal.SIGKILL)
         killed |= new

@@ -334,8 +334,8 @@ def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
     Raises:
         ShapeError: more stages than layers.
     """
-    layers, head = [config.layer_weights] * config.num_hidden_layers, config.hidden_size
-    return split_stages(layers, stages, last=head * config.vocab_size)
+    costs = [config.layer_weights] * config.num_hidden_layers
+    return split_stages(costs, stages, last=config.hidden_size * config.vocab_size)
 
 
 def document_positions(positions: Tensor, mask: Mask) -> Tensor:

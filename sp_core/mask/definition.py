@@ -8,7 +8,6 @@ positions b_i to b_(i+1) - 1.
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from operator import index
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from sp_core.arguments import check, plain
 from sp_core.errors import ShapeError
+from sp_core.hashing import HashedOnce
 
 FAR = 1 << 100  # stands for no limit: greater than any difference of positions times any step
 FAR64 = 1 << 62
@@ -29,7 +29,7 @@ Positions = range | Sequence[int] | Tensor
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(HashedOnce):
     """Define which keys a query sees, by global positions.
 
     A query at position q sees a key at position k if all of these hold:
@@ -78,21 +78,7 @@ class Mask:
                 "give documents for the queries too, and repeat a boundary for an empty document"
             )
 
-    def __hash__(self) -> int:
-        """Return a hash that is computed once: caches look up masks in every step of a ring."""
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._fields)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the fields only: in another process the hash of Python 3.11 may differ."""
-        return Mask, self._fields
-
-    @property
-    def _fields(self) -> tuple[Any, ...]:
-        return self.causal, self.window, self.documents, self.kv_documents
+    __hash__ = HashedOnce.__hash__
 
     @property
     def key_documents(self) -> tuple[int, ...] | None:
