@@ -21,7 +21,6 @@ import sp_core as sp
 from benchmarks import launching, sample, scaling
 from benchmarks.cases import block
 from benchmarks.cases.setting import BlockSetting
-from benchmarks.corpus import source_bytes
 from benchmarks.records import make_case
 from benchmarks.sample import Counts, makespans, race, take, timing
 from sp_core.machine import cores
@@ -266,19 +265,6 @@ def test_an_error_just_above_the_bound_is_found(weights: dict[str, Tensor]) -> N
     assert "The single device itself is too far off" in str(verdict)
 
 
-@pytest.mark.parametrize("case", [FULL, CAUSAL], ids=lambda case: case.mask)
-def test_a_sample_of_tokens_has_the_values_of_the_whole(
-    weights: dict[str, Tensor], case: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = block.tokens(case, torch.arange(48))
-    _, _, whole = block.exact(x, weights, case)
-    monkeypatch.setitem(block.EXACT_FLOPS, "cpu", 0.0)
-    monkeypatch.setattr(block, "SAMPLED_TOKENS", 5)
-    rows, positions, sample = block.exact(x, weights, case)
-    assert (rows.tolist(), positions.tolist()) == ([0], [0, 12, 24, 35, 47])
-    torch.testing.assert_close(sample, whole[rows][:, positions])
-
-
 def test_a_wrong_gradient_is_found(weights: dict[str, Tensor]) -> None:
     x = block.tokens(CAUSAL, torch.arange(48))
     y, upstream = block.alone(x, weights, CAUSAL), torch.ones_like(x).cumsum(1) / 48
@@ -325,9 +311,3 @@ def test_ranks_of_a_launcher_may_be_on_other_nodes_with_gpus() -> None:
     launcher = ("--launcher", "srun --ntasks={ranks}")
     found = settings("--device", "cuda", "--ranks", "8", *launcher)
     assert [one.case.ranks for one in found] == [8]
-
-
-def test_the_text_is_python_and_as_long_as_asked() -> None:
-    text = source_bytes(9000)
-    assert (len(text), text[:5000]) == (9000, source_bytes(5000))
-    assert b"import " in text
