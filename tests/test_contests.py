@@ -78,10 +78,12 @@ def test_a_file_that_is_no_record_is_refused_in_one_line(
 def test_a_record_is_shown_with_the_exit_code_of_its_measurement(
     launch: Any, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Of a file's name only {mpi} is filled in."""
     found = Mock(side_effect=lambda *_: {"reason": "it failed", **launch})
     monkeypatch.setattr(launching, "run", found)
-    out = str(tmp_path / "record.json")
-    assert growth.growth(["--only", "computed", "--out", out]) == code
+    monkeypatch.setattr(contest, "installed", lambda: "an mpi")
+    (chosen, out) = (str(tmp_path / f"{{}}-{mpi}-{{0.json") for mpi in ("{mpi}", "an mpi"))
+    assert growth.growth(["--only", "computed", "--out", chosen]) == code
     assert growth.growth(["--show", out]) == code
     assert growth.growth(["--show", out, out]) == code
 
@@ -113,16 +115,6 @@ def test_other_rounds_or_code_or_another_machine_are_not_resumed(
     monkeypatch.setattr(contest, "machine", lambda: "another")
     assert again("3") == 2
     assert "differs in machine from what" in capsys.readouterr().err
-
-
-def test_only_the_name_of_the_mpi_is_put_into_the_name_of_a_record(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(launching, "run", lambda *_: {**RIGHT})
-    monkeypatch.setattr(contest, "installed", lambda: "an mpi")
-    out = str(tmp_path / "{}-{mpi}-{date}-{0.json")
-    assert growth.growth(["--only", "computed", "--out", out]) == 0
-    assert [one.name for one in tmp_path.iterdir()] == ["{}-an mpi-{date}-{0.json"]
 
 
 @pytest.mark.parametrize("degree", [-1.0, 0.0, 0.5, 1.0, 2.0])
