@@ -330,11 +330,3 @@ def test_an_early_end_keeps_the_records_and_is_no_regression(
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 5 * len(CASES)
     assert not (tmp_path / "report.md").exists()
     assert told in capsys.readouterr().err
-
-
-def test_only_devices_whose_smallest_change_is_known_are_compared(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["main", "--device", "xpu"])
-    assert "--device: invalid choice: 'xpu'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Test the contests of growth, packed documents and balance: their figures, and when they fail."""
+"""Test the contests of growth, documents, balance and shared GPUs: figures, and when they fail."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import sp_core as sp
 from benchmarks import launching
-from benchmarks.contests import balance, contest, documents, growth
+from benchmarks.contests import balance, contest, documents, gpu, growth
 from benchmarks.contests.contest import Contest, Wrong
 from benchmarks.contests.netlab.table import netlab
 from benchmarks.sample import ABSENT, race
@@ -77,10 +78,12 @@ def test_a_file_that_is_no_record_is_refused_in_one_line(
 def test_a_record_is_shown_with_the_exit_code_of_its_measurement(
     launch: Any, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Of a file's name only {mpi} is filled in."""
     found = Mock(side_effect=lambda *_: {"reason": "it failed", **launch})
     monkeypatch.setattr(launching, "run", found)
-    out = str(tmp_path / "record.json")
-    assert growth.growth(["--only", "computed", "--out", out]) == code
+    monkeypatch.setattr(contest, "installed", lambda: "an mpi")
+    (chosen, out) = (str(tmp_path / f"{{}}-{mpi}-{{0.json") for mpi in ("{mpi}", "an mpi"))
+    assert growth.growth(["--only", "computed", "--out", chosen]) == code
     assert growth.growth(["--show", out]) == code
     assert growth.growth(["--show", out, out]) == code
 
@@ -112,16 +115,6 @@ def test_other_rounds_or_code_or_another_machine_are_not_resumed(
     monkeypatch.setattr(contest, "machine", lambda: "another")
     assert again("3") == 2
     assert "differs in machine from what" in capsys.readouterr().err
-
-
-def test_only_the_name_of_the_mpi_is_put_into_the_name_of_a_record(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(launching, "run", lambda *_: {**RIGHT})
-    monkeypatch.setattr(contest, "installed", lambda: "an mpi")
-    out = str(tmp_path / "{}-{mpi}-{date}-{0.json")
-    assert growth.growth(["--only", "computed", "--out", out]) == 0
-    assert [one.name for one in tmp_path.iterdir()] == ["{}-an mpi-{date}-{0.json"]
 
 
 @pytest.mark.parametrize("degree", [-1.0, 0.0, 0.5, 1.0, 2.0])
@@ -294,3 +287,65 @@ def test_the_times_of_a_race_count_from_its_first_sample() -> None:
     assert race(Mock(bcast=float, allgather=lambda mine: [mine]), {}, 2, 0) == {}
     world = Mock(bcast=float, allgather=lambda mine: [mine, other])
     assert race(world, {"a": lambda: next(spans)}, 2, 0) == {"a": [[(0, 1), (2, 3)], other["a"]]}
+
+
+def gathered(ranks: int, **milliseconds: float) -> dict[str, Any]:
+    """Make a launch of five rounds. The link moves the whole vector down in 0.25 ms, up in 0.5."""
+    samples = {name: [ms * 1e-3] * 5 for name, ms in milliseconds.items()}
+    beside = {"down": (0.25, 0.25), "up": (0.5, 0.5), "computation": (2.0, 3.0 * ranks)}
+    timed = {
+        f"{name}, {who}": [ms * 1e-3] * 5
+        for name, both in beside.items()
+        for who, ms in zip(("one rank", "all ranks"), both, strict=True)
+    }
+    return {
+        "ranks": ranks,
+        "status": "ok",
+        "nbytes": 2**24,
+        "samples": samples,
+        "beside": {**timed, gpu.GATHER: [3e-3] * 5},
+        "missing": {"device": "it says no"},
+    }
+
+
+YES, NO = "reached", "not reached"
+
+
+@pytest.mark.parametrize(
+    ("found", "on_gpu", "marks"),
+    [
+        (gathered(2, naive=9, staged=5, pipelined=0.9, ipc=0.18), True, ["", "", YES, YES]),
+        (gathered(2, pipelined=1.1, ipc=0.23), True, [NO, NO]),
+        (gathered(4, pipelined=2.1), True, [YES]),  # the link needs 1.5 ms: 71 %
+        (gathered(4, pipelined=2.2), True, [NO]),
+        (gathered(2, pipelined=0.1), False, [""]),
+    ],
+)
+def test_what_counts_as_reached(found: dict[str, Any], on_gpu: bool, marks: list[str]) -> None:
+    shown = {row[0]: row[-1] for row in gpu.rows(found, on_gpu=on_gpu)}
+    assert shown == dict(zip(found["samples"], marks, strict=True))
+
+
+def small(comm: Any) -> dict[str, Any]:
+    return gpu.measured(comm, torch.device("cpu"), 4096, side=8, seconds=0.0)
+
+
+def test_every_way_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "ON_CPU", ("host", "window", "ipc"))
+    monkeypatch.setattr(gpu, "LEAST_ROUNDS", 2)
+    found = run_threads(2, small)[0]
+    lengths = {name: len(samples) for name, samples in found["samples"].items()}
+    assert lengths == {"naive": 2, "host": 2, "window": 2}
+    assert set(found["beside"]) == set(gathered(2)["beside"])
+    assert "ipc" in found["missing"]["ipc"]
+    assert {row[0] for row in gpu.rows(found, on_gpu=False)} == {*lengths}
+    monkeypatch.setattr(gpu, "naive", lambda world, x: x.new_zeros(world.size * x.numel()))
+    with pytest.raises(Exception, match="naive: the gathered numbers are not the ones"):
+        run_threads(2, small)
+
+
+def test_what_is_shown() -> None:
+    good = {**gathered(2, naive=9, pipelined=0.9), "device": {"name": "a GPU"}}
+    shown = str(list(gpu.show({"kind": "cuda", "launches": [good]})))
+    for text in ("pipelined", "reached", "device: it says no", "1.50 times as long", "3.000 ms"):
+        assert text in shown

@@ -82,13 +82,6 @@ def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
     assert [(point.commit, point.seconds) for point in series.points] == wanted
 
 
-def test_files_may_be_given_in_any_order() -> None:
-    """A run's id begins with its time, so it orders the runs."""
-    (series,) = history.collect(runs(16, change=12))
-    assert history.collect(runs(16, change=12)[::-1]) == [series]
-    assert [change.ratio > 1 for change in series.changes] == [True]
-
-
 def test_what_cannot_be_compared_is_kept_apart() -> None:
     paired = {"index": 0, "stage": "screen", "side": "base", "slot": 0, "coin": 0, "seed": 1}
     changes: tuple[dict[str, Any], ...] = (
@@ -130,12 +123,6 @@ def test_the_command_prints_the_change_or_that_there_is_none(
     assert told in page
     assert ("schemes/<wbr>ring/<wbr>zigzag" in page) == (change == 12)
     assert "level changed" not in page  # text in a plot is drawn as shapes
-
-
-def test_a_change_is_marked_in_the_plot() -> None:
-    (picture,) = history.pictures(history.collect(runs(16, change=12)))
-    marks = [list(np.asarray(one.get_xdata())) for one in picture.figure.axes[0].get_lines()]
-    assert marks.count([11.5, 11.5]) == 1
 
 
 @pytest.mark.parametrize("lost", [(), (0,), (5, 13), (15, 16, 17), range(0, 18, 4)], ids=str)

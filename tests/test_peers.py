@@ -229,17 +229,15 @@ def test_a_contestant_that_is_wrong_is_told_and_has_no_ratio(
     record = launched({OURS: 1.0})
     record["seqs"]["4096"]["deepspeed ulysses"] = status
     monkeypatch.setattr(launching, "run", lambda *_: record)
-    out = str(tmp_path / "peers.json")
-    assert peers(["--seq", "4096", "--launches", "1", "--out", out]) == code
+    options = ["--seq", "4096", "--launches", "1", "--out", str(tmp_path / "peers.json")]
+    assert peers(options) == code
     shown = capsys.readouterr().out
     rows = re.findall("  deepspeed ulysses +([-/]) (.*)", shown)
     assert [mark for mark, _ in rows] == ["-", "/"]
     assert (status["status"] in rows[0][1], "not measured" in shown) == (True, True)
-    assert peers(["--show", out]) == code
-    assert capsys.readouterr().out in shown
 
 
-def test_a_contest_keeps_what_is_complete_and_can_be_resumed_but_not_by_another(
+def test_a_contest_keeps_what_is_complete_and_can_be_resumed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A resumed contest repeats failed launches and skips complete ones."""
@@ -261,12 +259,6 @@ def test_a_contest_keeps_what_is_complete_and_can_be_resumed_but_not_by_another(
     assert [launch["name"] for launch in kept] == [f"P = 2, seed {n}" for n in range(3)]
     assert peers(["--list", "--launches", "2"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == ["P = 2, seed 0", "P = 2, seed 1"]
-    assert peers([*options, "--seq", "2048"]) == 2
-    out.write_text("{")
-    assert peers(options) == 2
-    said = capsys.readouterr().err
-    assert re.findall("differs in (.*) from", said) == ["seqs"]
-    assert "is no record of a contest" in said
 
 
 def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Test benchmark records: what is written can be read, and a bad line spoils no other line."""
+"""Test benchmark records: they can be read, a bad line spoils no other; and what machines tell."""
 
 import contextlib
 import copy
@@ -10,16 +10,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from kit import records as made
 
+import sp_core as sp
 from benchmarks import machine, records
 from benchmarks.cases.setting import NOTHING
 from benchmarks.machine import fingerprint
 from benchmarks.records import ForeignError, Record
+from sp_core import transport
+from sp_core.testing import session
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -199,3 +205,61 @@ def test_a_busy_machine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert machine.busy_share() == pytest.approx(0.3)
     monkeypatch.setattr(machine, "_STAT", tmp_path / "absent")
     assert machine.busy_share() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seen", "share", "numbers"),
+    [
+        (["a b", "a b"], False, [0, 1]),
+        (["a", "b"], False, [0, 0]),  # with `--gpus-per-task` every rank sees one
+        (["a", "a"], True, [0, 0]),
+        (["a", "a"], False, []),
+        (["", ""], True, []),
+    ],
+)
+def test_a_gpu_is_known_by_its_uuid(
+    seen: list[str], share: bool, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank of a node takes its own GPU, unless ranks share. The kit does the same."""
+    gpus = [names.split() for names in seen]
+    uuids = [names[rank % len(names)] if names else None for rank, names in enumerate(gpus)]
+    told = [uuid or f"none of rank {rank}" for rank, uuid in enumerate(uuids)]
+    fine, local = contextlib.nullcontext(), MagicMock(size=2, **{"allgather.return_value": uuids})
+    world = MagicMock(Split_type=lambda kind: local, **{"allgather.return_value": told})
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=gpus[local.rank][device.index])
+
+    monkeypatch.setattr(transport, "count_devices", lambda kind: len(gpus[local.rank]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus[local.rank]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for rank in range(2):
+        local.rank = world.rank = rank
+        with fine if numbers else pytest.raises(SystemExit, match="Pass --share-gpu"):
+            assert machine.device("cuda", world, share_gpu=share).index == numbers[rank]
+        local.allgather.assert_called_with(uuids[rank])
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(rank))
+        monkeypatch.setattr(session, "current", session.Session(device="cuda", share_gpu=share))
+        session.find_shared_gpu(session.current, world)
+        world.allgather.assert_called_with(told[rank])
+        with fine if numbers else pytest.raises(sp.DeviceError, match="--sp-share-gpu"):
+            assert session.device().index == numbers[rank]
+
+
+@pytest.mark.parametrize(("gpus", "count"), [("ab", 2), ("bb", 1)])
+def test_a_record_counts_gpus_by_their_uuids_and_has_readings_of_the_one_that_is_used(
+    gpus: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node has a GPU 0. A process may see some only, in another order than nvidia-smi."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text('#!/bin/sh\ncase "$*" in *"-i GPU-b") echo 550.1, 1980, 40, 350.5;; esac\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="b"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    world = MagicMock(size=2, rank=0, **{"allgather.return_value": list(gpus)})
+    found = machine.facts(world, torch.device("cuda", 0), "ipc")
+    world.allgather.assert_called_once_with("b")
+    assert (found["device"]["count"], found["transport"]["shared_gpu"]) == (count, count < 2)
+    assert [found["device"][name] for name in machine.ASKED] == ["550.1", 1980, 40, 350.5]

@@ -107,9 +107,8 @@ def draw_scaling(axes: Axes, series: Series, what: Scaled) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.plot([], color=GRID, label="ideal", **PRETENDED)
-    axes.set_ylabel(what.label)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("ranks P (number)")
+    axes.set(xlabel="ranks P (number)", ylabel=what.label)
     plain_ticks(axes.xaxis, sorted({row.ranks for row in every}))
     hollow(axes, [flag for row in every for flag in row.flags])
 
@@ -138,8 +137,7 @@ def draw_bandwidth(axes: Axes, series: Series) -> None:
     axes.plot([], color=GRID, linestyle="--", label="algbw")
     hollow(axes, [flag for row in every for flag in row.flags])
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="largest buffer of a rank (bytes)", ylabel="bandwidth (GB/s)")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="largest buffer of a rank (bytes)", ylabel="bandwidth (GB/s)", ylim=(0, None))
     places = sorted({buffer_bytes(row) for row in every})
     shown = places[:: math.ceil(len(places) / 5)]
     plain_ticks(axes.xaxis, shown, [size(place).replace(".00 ", " ") for place in shown])
