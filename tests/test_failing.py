@@ -18,7 +18,6 @@ from deaths.programs import ERROR, PLACES, RANKS, launched, rows, wrong
 
 from sp_core import failing
 from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed
-from sp_core.launch.watch import exit_code
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 OF_MPI = (
@@ -245,18 +244,6 @@ def test_an_exit_ends_nothing_if_the_program_catches_it_and_makes_another_mesh(
     if caught:
         failing.watch_over(1, 3, Mock())
     assert (failing.end in ends) != caught
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        *((SystemExit(code), code) for code in (0, 1, 3)),
-        *((SystemExit(None), 0), (SystemExit("a text"), 1)),
-        *((KeyError("lost"), 1), (KeyboardInterrupt(), 130)),
-    ],
-)
-def test_the_exit_code_is_that_of_python(error: BaseException, code: int) -> None:
-    assert exit_code(error) == code
 
 
 def test_the_study_tries_each_place_with_two_starts_or_more() -> None:

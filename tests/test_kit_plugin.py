@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 import shlex
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from unittest.mock import Mock, call
 import pytest
 from hypothesis import HealthCheck, settings
 
-from sp_core.testing import agreed, plugin, session
+from sp_core.testing import plugin, session
 from sp_core.testing.outcome import failure_class
 from sp_core.testing.session import Session, Tally
 
@@ -85,24 +84,6 @@ def test_a_seed_is_chosen_where_examples_differ_in_every_run(
         assert not session.current.raw_replay
     finally:
         settings.load_profile(loaded)
-
-
-@pytest.mark.parametrize("expected", [None, 4])
-@pytest.mark.parametrize("option", ["with_mpi", "only_mpi", "other"])
-def test_ranks_under_mpi_make_one_session(
-    option: str, expected: int | None, current: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without MPI no number of ranks can be expected."""
-    options: dict[str, Any] = {option: True, "sp_expect_ranks": expected}
-    ranks, found = Mock(), config(**options)
-    monkeypatch.setattr(agreed, "Ranks", ranks)
-    monkeypatch.delenv("SP_PROFILE", raising=False)
-    refused = option == "other" and expected is not None
-    with pytest.raises(pytest.UsageError, match="needs --with-mpi") if refused else nullcontext():
-        plugin.pytest_configure(found)
-    joined = [call.register(ranks.return_value, "sp_core_ranks")] * (option != "other")
-    assert found.pluginmanager.mock_calls == joined
-    assert ranks.mock_calls == [call(found, session.current)] * (option != "other")
 
 
 def test_a_session_inside_another_ends_with_the_other_in_its_place(current: Session) -> None:

@@ -39,13 +39,10 @@ pytestmark = pytest.mark.mpi_skip
 
 
 class Launches:
-    """Simulated launches, which die of every example with two ranks or more and n >= 7.
+    """Simulated launches, which die of every example with two ranks or more and n >= 7."""
 
-    `first`: the rank that the launcher has found dead first.
-    """
-
-    def __init__(self, first: int = 1) -> None:
-        self.started, self.asked, self.first = 0, list[str](), first
+    def __init__(self) -> None:
+        self.started, self.asked = 0, list[str]()
 
     def start(self, ranks: int, test: str, options: Any) -> Mock:
         self.started += 1
@@ -54,7 +51,7 @@ class Launches:
     def ask(self, example: Example) -> Result:
         self.asked.append(str(example))
         if len(example.ranks) > 1 and example.values["n"] >= 7:
-            raise Lost("rank 1 died first: killed by SIGSEGV", self.first)
+            raise Lost("rank 1 died first: killed by SIGSEGV", 1)
         return Result([FINISHED] * len(example.ranks), {})
 
 
@@ -83,13 +80,6 @@ def test_an_example_that_a_launch_dies_of_is_shrunk(
     assert len(launches.asked) == len(set(launches.asked))
     assert jobs.launches == launches.started in (jobs.lost, jobs.lost + 1)
     assert jobs.lost == 2 if losses == 2 else 0 < jobs.lost < losses
-
-
-def test_a_launch_that_another_rank_has_ended_is_a_failure_of_the_first_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    simulated(monkeypatch, Jobs(4, []), Launches(first=9))
-    assert "RankCrashed on rank 0 of 2: rank 1 died first" in failure_of(crashes)
 
 
 def test_a_launch_tries_the_examples_that_it_is_sent(
@@ -274,7 +264,7 @@ def test_each_test_has_a_launch_which_ends_before_the_next(monkeypatch: pytest.M
     """An example runs once. A launch that is lost gets no time to end, and is not closed again."""
     did, jobs = Mock(), Jobs(4, ["-x"], losses=1)
     done = Result([FINISHED], {})
-    did.start.return_value.ask.side_effect = [done, done, Lost("died", None)]
+    did.start.return_value.ask.side_effect = [done, done, Lost("died", 9)]
     monkeypatch.setattr(shrink_crash, "Job", did.start)
     monkeypatch.setattr(session, "current", session.Session())
     jobs.pytest_configure()
