@@ -168,27 +168,32 @@ def test_a_planted_fault_is_wrong_with_a_small_example(
     assert found["relative"] > 1e-5
 
 
-def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash() -> None:
-    def refuses(*_: Tensor, **__: Any) -> Tensor:
-        raise ValueError("the length must be even")
+def raising(error: Exception, only: int | None) -> Call:
+    """Return a call that raises an error, on every rank or on one rank only."""
 
-    def one_rank_raises(*qkv: Tensor, **options: Any) -> Tensor:
-        if options["comm"].rank == 1:
-            raise IndexError("no such rank")
+    def attend(*qkv: Tensor, comm: Any, **_: Any) -> Tensor:
+        if only in (None, comm.rank):
+            raise error
         return qkv[0] * 1.0
 
-    def every_rank_waits(*_: Tensor, **__: Any) -> Tensor:
-        raise RuntimeError("[gloo] Timed out waiting 6000ms for recv operation to complete")
+    return attend
 
-    refused = on_trial(refuses, "causal", seconds=0.0)
-    assert (refused["verdict"], refused["text"]) == (
-        "refused",
-        "ValueError: the length must be even",
-    )
-    crashed = on_trial(one_rank_raises, "full", seconds=0.0)
-    assert crashed["verdict"] == "crashed"
-    assert "rank 1: raised IndexError: no such rank" in crashed["states"]
-    assert on_trial(every_rank_waits, "causal", seconds=0.0)["verdict"] == "hung"
+
+@pytest.mark.parametrize(
+    ("error", "only", "verdict", "said"),
+    [
+        (ValueError("S must be even"), None, "refused", "'ValueError: S must be even'"),
+        (IndexError("no rank"), 1, "crashed", "rank 0: fine; rank 1: raised IndexError: no rank"),
+        (RuntimeError("[gloo] Timed out"), None, "hung", "rank 0: stuck RuntimeError: [gloo] T"),
+    ],
+    ids=["on every rank", "on one rank", "of a process group"],
+)
+def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash(
+    error: Exception, only: int | None, verdict: str, said: str
+) -> None:
+    found = on_trial(raising(error, only), "full", seconds=0.0)
+    assert found["verdict"] == verdict
+    assert said in str(found)
 
 
 def test_a_trial_without_time_left_tries_nothing_new_and_forgets_no_failure() -> None:

@@ -5,6 +5,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -45,17 +46,13 @@ def test_a_wait_gets_what_a_rank_sent_before_it_left() -> None:
     arrives = Mock(**{"test.side_effect": [False] * 40 + [True] * 9})
 
     def body(comm: Any) -> None:
-        try:
-            with sp.Mesh(comm, sp=2) as mesh:
-                group = mesh["sp"]
-                if comm.rank == LOST:
-                    raise Lost
-                while observer_of(group._comm).first_left() is None:
-                    group.poll()
+        with suppress(Lost), sp.Mesh(comm, sp=2) as mesh:
+            group = mesh["sp"]
+            while comm.rank != LOST and observer_of(group._comm).first_left() is None:
+                group.poll()
+            if comm.rank != LOST:
                 group.wait(arrives, "message")
-                raise Lost
-        except Lost:
-            pass
+            raise Lost
 
     run_threads(2, body)
     assert arrives.test.call_count > 40
