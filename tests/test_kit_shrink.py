@@ -195,6 +195,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 @pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize(
     ("trouble", "ended", "reason"),
     [
@@ -204,11 +205,21 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Mock:
     ],
 )
 def test_an_example_is_blamed_only_for_a_launch_that_has_asked_for_one(
-    trouble: list[str], ended: int | None, reason: str, launch: Mock, *, asked: bool
+    trouble: list[str],
+    ended: int | None,
+    reason: str,
+    launch: Mock,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    asked: bool,
+    late: bool,
 ) -> None:
+    """A launch that asks for none in time is ended with its stacks."""
     launch.trouble.side_effect = trouble
     launch.ended.side_effect = [*[None] * (len(trouble) - 1), ended]
     job = shrink_crash.Job(2, "tests/test_x.py::test_y", ["-x"])
+    now = job.begin + shrink_crash.START_SECONDS + late
+    monkeypatch.setattr(shrink_crash, "time", Mock(monotonic=lambda: now))
     words = ["python", "-m", "pytest", "--with-mpi", "-x", "tests/test_x.py::test_y"]
     folder = launch.arguments[3]
     assert launch.arguments == (2, words, (), folder)
@@ -216,23 +227,12 @@ def test_an_example_is_blamed_only_for_a_launch_that_has_asked_for_one(
         (folder / UNASKED).unlink()
     with pytest.raises(Lost if asked else shrink_crash.NotStarted) as caught:
         job.ask(Example((0, 1), {"n": 3}))
+    is_ended = late and not asked and not trouble[0]
+    reason = "no example was asked for within 600 s" if is_ended else reason
     text = f"the launch has ended before it asked for an example:\nno such test�\nreport: {reason}"
     assert caught.value.args == ((f"report: {reason}", 3) if asked else (text,))
     assert launch.trouble.call_args == call(shrink_crash.POLL_SECONDS)
-    job.close()
-
-
-def test_a_launch_that_asks_for_no_example_is_ended_with_its_stacks(
-    launch: Mock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch.trouble.side_effect = ["", "", ""]
-    job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
-    moments = iter([shrink_crash.START_SECONDS, shrink_crash.START_SECONDS + 1.0])
-    monkeypatch.setattr(shrink_crash, "time", Mock(monotonic=lambda: job.begin + next(moments)))
-    with pytest.raises(shrink_crash.NotStarted, match="no example was asked for within 600 s"):
-        job.ask(Example((0, 1), {"n": 3}))
-    assert launch.trouble.call_count == 2
-    launch.deaths.dump.assert_called_once_with()
+    assert launch.deaths.dump.called == is_ended
     job.close()
 
 
