@@ -49,10 +49,10 @@ RANDOM = 2**32 - 1
         ("", {"hypothesis_seed": "-7"}, -7),
         ("", {"hypothesis_seed": "random"}, "random"),
         ("soak", {"hypothesis_seed": ""}, ""),
-        ("quick", {}, None),
-        ("explore", {}, RANDOM),
+        *((name, {}, None) for name in ("pr", "quick", "brief")),
+        *((name, {}, RANDOM) for name in ("soak", "explore")),
         ("explore", {"hypothesis_seed": "7"}, 7),
-        ("explore", {"hypothesis_profile": "quick"}, None),
+        *(("explore", {"hypothesis_profile": name}, None) for name in ("quick", "one's own")),
         ("", {"hypothesis_profile": "soak"}, RANDOM),
     ],
 )
