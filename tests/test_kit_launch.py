@@ -24,13 +24,12 @@ pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # starts mpiexec it
 TESTS = Path(__file__).parent
 KIT = TESTS / "kit"
 SECONDS = 100
-PATHS = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 PYTEST = ("-m", "pytest", "--color=no", "-p", "no:benchmark")
 
 
 def run(*command: str, **env: str) -> tuple[int | None, str]:
     """Run a command. Return its exit code, and its output and errors as one text."""
-    kept = outside(PYTHONPATH=os.pathsep.join(PATHS), COLUMNS="200", TERM="dumb")
+    kept = outside(COLUMNS="200", TERM="dumb")
     kept["HYPOTHESIS_STORAGE_DIRECTORY"] = str(TESTS.parent / ".hypothesis")
     return printed([sys.executable, *command], KIT, kept | env, SECONDS)
 
@@ -272,7 +271,7 @@ def test_a_program_that_hangs_is_killed_and_its_stacks_are_told(way: str, tmp_pa
         "file": ["-u", str(tmp_path / "hanging.py")],
         "module": ["-W", "error", "-m", "hanging"],
     }[way]
-    paths = os.pathsep.join([str(tmp_path), *PATHS])
+    paths = os.pathsep.join([str(tmp_path), outside()["PYTHONPATH"]])
     start = ("-m", "sp_core", "run", "-n", "2", "--timeout", "3", "--", "python")
     code, text = run(*start, *program, "--fast", "7", PYTHONPATH=paths)
     assert code == 1, text

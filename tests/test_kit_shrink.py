@@ -38,27 +38,11 @@ from sp_core.testing.shrink_crash import Jobs, Lost
 pytestmark = pytest.mark.mpi_skip
 
 
-class Launches:
-    """Simulated launches, which die of every example with two ranks or more and n >= 7."""
-
-    def __init__(self) -> None:
-        self.started, self.asked = 0, list[str]()
-
-    def start(self, ranks: int, test: str, options: Any) -> Mock:
-        self.started += 1
-        return Mock(ask=self.ask)
-
-    def ask(self, example: Example) -> Result:
-        self.asked.append(str(example))
-        if len(example.ranks) > 1 and example.values["n"] >= 7:
-            raise Lost("rank 1 died first: killed by SIGSEGV", 1)
-        return Result([FINISHED] * len(example.ranks), {})
-
-
-def simulated(monkeypatch: pytest.MonkeyPatch, jobs: Jobs, launches: Launches) -> None:
-    """Let this process's tests run their examples in simulated launches."""
-    monkeypatch.setattr(shrink_crash, "Job", launches.start)
-    monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
+def died(example: Example) -> Result:
+    """Answer as a launch that dies of every example with two ranks or more and n >= 7."""
+    if len(example.ranks) > 1 and example.values["n"] >= 7:
+        raise Lost("rank 1 died first: killed by SIGSEGV", 1)
+    return Result([FINISHED] * len(example.ranks), {})
 
 
 @given(n=st.integers(0, 100), d=st.integers(0, 9))
@@ -70,15 +54,18 @@ def crashes(comm: Any, n: int, d: int) -> None:
 def test_an_example_that_a_launch_dies_of_is_shrunk(
     monkeypatch: pytest.MonkeyPatch, losses: int
 ) -> None:
-    """At most `losses` launches are lost."""
-    jobs, launches = Jobs(4, [], losses), Launches()
-    simulated(monkeypatch, jobs, launches)
+    """At most `losses` launches are lost. No example is run twice."""
+    jobs, started = Jobs(4, [], losses), Mock()
+    asked = started.return_value.ask
+    asked.side_effect = died
+    monkeypatch.setattr(shrink_crash, "Job", started)
+    monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
     text = failure_of(crashes)
     assert "RankCrashed on rank 1 of 2: rank 1 died first: killed by SIGSEGV" in text or losses == 2
     assert "to keep this example: @example(nprocs=2, n=7, d=0)" in text or losses == 2
     assert "RankFailure[RankCrashed]" in text
-    assert len(launches.asked) == len(set(launches.asked))
-    assert jobs.launches == launches.started in (jobs.lost, jobs.lost + 1)
+    assert asked.call_count == len({str(each) for each in asked.call_args_list})
+    assert jobs.launches == started.call_count in (jobs.lost, jobs.lost + 1)
     assert jobs.lost == 2 if losses == 2 else 0 < jobs.lost < losses
 
 

@@ -38,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parse("nox -s soak --", __doc__, OPTIONS, arguments)
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    asked = [*runs(seed, "idle", options.runs), *runs(seed, "loaded", options.loaded)]
+    asked = [
+        Run(kind, number, random.Random(f"{seed} {kind} {number}").randrange(2**31))
+        for kind, count in (("idle", options.runs), ("loaded", options.loaded))
+        for number in range(count)
+    ]
     print(f"seed {seed}: {len(asked)} runs", flush=True)
     done: list[dict[str, Any]] = []
     plain = {"seed": seed, "cores": os.cpu_count(), "tests": list(options.tests), "runs": done}
@@ -48,14 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done.append({**ended, "commit": commit()})
         write(options.out, "soak", markdown(plain), plain)
     return int(any(run["verdict"] != "passed" for run in done))
-
-
-def runs(seed: int, kind: str, count: int) -> list[Run]:
-    """Return the runs of one kind. A run's seed follows from `seed`, its kind and its number."""
-    return [
-        Run(kind, number, random.Random(f"{seed} {kind} {number}").randrange(2**31))
-        for number in range(count)
-    ]
 
 
 def told(run: dict[str, Any]) -> str:
