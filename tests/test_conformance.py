@@ -25,56 +25,48 @@ FLOAT32 = replace(NEEDS, dtype="float32", document_pieces=2)
 Call = Callable[..., Any]
 
 
-@st.composite
-def blocks(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw one call of a kernel: lengths, heads, mask and seed."""
-    return {
-        "queries": draw(st.integers(1, 9)),
-        "keys": draw(st.integers(1, 9)),
-        "kv_heads": draw(st.integers(1, 3)),
-        "group": draw(st.integers(1, 3)),
-        "causal": draw(st.booleans()),
-        "window": draw(st.none() | st.integers(1, 6)),
-        "seed": draw(st.integers(0, 2**16)),
-    }
-
-
 def drawn_tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     random = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
 
 
-def allowed_for(want: reference.Reference, name: str) -> Tensor:
-    return bound(want.scales[name], torch.float64, want.growth)
-
-
-def check_out(found: Tensor, want: Any) -> None:
-    check_close("out", found, want.values["out"], allowed_for(want, "out"))
-
-
-def check_gradients(want: Any, *found: Any) -> None:
-    for name, *each in zip(("dq", "dk", "dv"), *found, strict=True):
-        for x in each:
-            check_close(name, x, want.values[name], allowed_for(want, name))
+def check(want: Any, **found: Tensor) -> None:
+    for name, x in found.items():
+        allowed = bound(want.scales[name], torch.float64, want.growth)
+        check_close(name, x, want.values[name], allowed)
 
 
 @settings(max_examples=40)
-@drawn(block=blocks())
-def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, Any]) -> None:
+@drawn(
+    queries=st.integers(1, 9),
+    keys=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 6),
+    seed=st.integers(0, 2**16),
+)
+def test_the_stand_in_is_attention_aligned_at_the_bottom_right(
+    queries: int,
+    keys: int,
+    kv_heads: int,
+    group: int,
+    seed: int,
+    window: int | None,
+    *,
+    causal: bool,
+) -> None:
     """The last query has the position of the last key, and a window is counted from there."""
-    queries, keys, kv_heads, causal = (
-        block[name] for name in ("queries", "keys", "kv_heads", "causal")
-    )
-    like_q, like_k = (2, queries, kv_heads * block["group"], 4), (2, keys, kv_heads, 4)
-    q, k, v, grad = drawn_tensors(block["seed"], like_q, like_k, like_k, like_q)
-    rest: dict[str, Any] = {"causal": causal, "window": block["window"], "softmax_scale": 0.7}
+    like_q, like_k = (2, queries, kv_heads * group, 4), (2, keys, kv_heads, 4)
+    q, k, v, grad = drawn_tensors(seed, like_q, like_k, like_k, like_q)
+    rest: dict[str, Any] = {"causal": causal, "window": window, "softmax_scale": 0.7}
     rest |= {"q_positions": range(keys - queries, keys), "kv_positions": range(keys)}
-    reach = -1 if block["window"] is None else block["window"] - 1
-    window = (reach, -1 if causal else reach)
-    how: Any = (0.0, 0.7, causal, *window, 0.0, None, False)
+    reach = -1 if window is None else window - 1
+    sides = (reach, -1 if causal else reach)
+    how: Any = (0.0, 0.7, causal, *sides, 0.0, None, False)
     out, lse, *_ = flash_standin._flash_attn_forward(q, k, v, *how)
     want = reference.attention(q, k, v, grad, **rest)
-    check_out(out, want)
+    check(want, out=out)
     expected = torch.where(want.values["lse"].isinf(), math.inf, want.values["lse"])
     scale = want.scales["lse"] * (1 + want.values["lse"].abs().nan_to_num(posinf=0))
     check_close("lse", lse, expected, bound(scale, torch.float32, want.growth))
@@ -82,10 +74,11 @@ def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, 
     flash_standin._flash_attn_backward(grad, q, k, v, out, expected, *found, *how)
     leaves: Any = [x.requires_grad_() for x in (q, k, v)]
     public = flash_standin.flash_attn_func(
-        q, k, v, softmax_scale=0.7, causal=causal, window_size=window
+        q, k, v, softmax_scale=0.7, causal=causal, window_size=sides
     )
     assert torch.equal(public, out)
-    check_gradients(want, found, torch.autograd.grad(public, leaves, grad))
+    for dq, dk, dv in (found, torch.autograd.grad(public, leaves, grad)):
+        check(want, dq=dq, dk=dk, dv=dv)
 
 
 def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
@@ -96,7 +89,7 @@ def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
     assert lse.dtype == torch.float32
     options: dict[str, Any] = {"causal": True, "documents": cuts.tolist(), "softmax_scale": 0.5}
     want = reference.attention(*(q[None], k[None], v[None]), grad[None], **options)
-    check_out(out[None], want)
+    check(want, out=out[None])
     found: Any = [torch.full_like(x, math.nan) for x in (q, k, v)]
     flash_standin._flash_attn_varlen_backward(
         *(grad, q, k, v, out, want.values["lse"][0], found[0], found[1], found[2], *lengths),
@@ -105,8 +98,8 @@ def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
     leaves: Any = [x.requires_grad_() for x in (q, k, v)]
     public = flash_standin.flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=0.5, causal=True)
     assert torch.equal(public, out)
-    by_autograd = torch.autograd.grad(public, leaves, grad)
-    check_gradients(want, *([x[None] for x in each] for each in (found, by_autograd)))
+    for dq, dk, dv in (found, torch.autograd.grad(public, leaves, grad)):
+        check(want, dq=dq[None], dk=dk[None], dv=dv[None])
 
 
 def on_trial(
@@ -136,16 +129,6 @@ def test_our_own_pass(subject: Any, call: Call, capability: str) -> None:
     assert found["verdict"] == "pass", found
     assert found["examples"] >= 4
     assert 0 < found["error"] <= 0.5
-
-
-def scaled(*qkv: Tensor, **options: Any) -> Tensor:
-    return ours.attend(
-        *qkv,
-        **{
-            **options,
-            "softmax_scale": 1.01 * (options["softmax_scale"] or qkv[0].shape[3] ** -0.5),
-        },
-    )
 
 
 def a_mask_not_shifted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -178,32 +161,38 @@ def test_a_planted_fault_is_wrong_with_a_small_example(
     assert found["relative"] > 1e-5
 
 
-def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash() -> None:
-    def refuses(*_: Tensor, **__: Any) -> Tensor:
-        raise ValueError("the length must be even")
+def raising(error: Exception, only: int | None) -> Call:
+    """Return a call that raises an error, on every rank or on one rank only."""
 
-    def one_rank_raises(*qkv: Tensor, **options: Any) -> Tensor:
-        if options["comm"].rank == 1:
-            raise IndexError("no such rank")
+    def attend(*qkv: Tensor, comm: Any, **_: Any) -> Tensor:
+        if only in (None, comm.rank):
+            raise error
         return qkv[0] * 1.0
 
-    def every_rank_waits(*_: Tensor, **__: Any) -> Tensor:
-        raise RuntimeError("[gloo] Timed out waiting 6000ms for recv operation to complete")
+    return attend
 
-    refused = on_trial(refuses, "causal", seconds=0.0)
-    assert (refused["verdict"], refused["text"]) == (
-        "refused",
-        "ValueError: the length must be even",
-    )
-    crashed = on_trial(one_rank_raises, "full", seconds=0.0)
-    assert crashed["verdict"] == "crashed"
-    assert "rank 1: raised IndexError: no such rank" in crashed["states"]
-    assert on_trial(every_rank_waits, "causal", seconds=0.0)["verdict"] == "hung"
+
+@pytest.mark.parametrize(
+    ("error", "only", "verdict", "said"),
+    [
+        (ValueError("S must be even"), None, "refused", "'ValueError: S must be even'"),
+        (IndexError("no rank"), 1, "crashed", "rank 0: fine; rank 1: raised IndexError: no rank"),
+        (RuntimeError("[gloo] Timed out"), None, "hung", "rank 0: stuck RuntimeError: [gloo] T"),
+    ],
+    ids=["on every rank", "on one rank", "of a process group"],
+)
+def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash(
+    error: Exception, only: int | None, verdict: str, said: str
+) -> None:
+    found = on_trial(raising(error, only), "full", seconds=0.0)
+    assert found["verdict"] == verdict
+    assert said in str(found)
 
 
 def test_a_trial_without_time_left_tries_nothing_new_and_forgets_no_failure() -> None:
     passed, failed = (
-        on_trial(attend, "causal", examples=20, seconds=0.0) for attend in (ours.attend, scaled)
+        on_trial(attend, "causal", examples=20, seconds=0.0)
+        for attend in (ours.attend, half_a_gradient)
     )
     assert (passed["verdict"], passed["examples"]) == ("pass", 1)
     assert (failed["verdict"], failed["examples"]) == ("wrong", 1)

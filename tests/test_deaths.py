@@ -42,32 +42,34 @@ def faults_of(
     return judged(death, code, seconds, printed, folder)
 
 
-def test_a_launch_that_ends_as_it_should_has_no_fault(tmp_path: Path) -> None:
-    assert faults_of(tmp_path) == []
-    text = f'{CASE}::{END}\nfailed on rank 2 of 3\n  File "case_death.py", line 5\n'
-    went_on = JUNIT.replace("</testsuite>", f'<testcase name="{AFTER}"/></testsuite>')
-    assert faults_of(tmp_path, RAISING, printed=text, junit=went_on) == []
-    assert faults_of(tmp_path, RAISING, printed=text) == ["the session did not go on"]
+RAISED_TEXT = f'{CASE}::{END}\nfailed on rank 2 of 3\n  File "case_death.py", line 5\n'
+RAISED_TEST = {"death": RAISING, "printed": RAISED_TEXT}
+WENT_ON = JUNIT.replace("</testsuite>", f'<testcase name="{AFTER}"/></testsuite>')
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    ("changes", "faults"),
     [
-        ({"printed": PRINTED.replace("rank 1 died first", "rank 2 died first")}, "no rank"),
-        ({"printed": PRINTED.replace(f"{CASE}::{END}", "")}, "no test"),
-        ({"printed": PRINTED.replace("nprocs=3, n=5", "")}, "no example"),
-        ({"printed": PRINTED.replace("last place", "")}, "no stack"),
-        ({"code": 0}, "exit code 0"),
-        ({"code": None}, "it had to be shot"),
-        ({"seconds": KILLED.bound + 1}, "21 s to the end"),
-        ({"seconds": float("nan")}, "nan s to the end"),
-        ({"junit": JUNIT.replace("<error/>", "")}, "the test is not red in the JUnit file"),
-        ({"junit": JUNIT.replace(BEFORE, "x")}, "the test before is not in the JUnit file"),
-        ({"junit": None}, "no JUnit file"),
+        ({}, []),
+        ({**RAISED_TEST, "junit": WENT_ON}, []),
+        (RAISED_TEST, ["the session did not go on"]),
+        ({"printed": PRINTED.replace("rank 1 died first", "rank 2 died first")}, ["no rank"]),
+        ({"printed": PRINTED.replace(f"{CASE}::{END}", "")}, ["no test"]),
+        ({"printed": PRINTED.replace("nprocs=3, n=5", "")}, ["no example"]),
+        ({"printed": PRINTED.replace("last place", "")}, ["no stack"]),
+        ({"code": 0}, ["exit code 0"]),
+        ({"code": None}, ["it had to be shot"]),
+        ({"seconds": KILLED.bound + 1}, ["21 s to the end"]),
+        ({"seconds": float("nan")}, ["nan s to the end"]),
+        ({"junit": JUNIT.replace("<error/>", "")}, ["the test is not red in the JUnit file"]),
+        ({"junit": JUNIT.replace(BEFORE, "x")}, ["the test before is not in the JUnit file"]),
+        ({"junit": None}, ["no JUnit file"]),
     ],
 )
-def test_each_thing_that_is_missing_is_a_fault(tmp_path: Path, changes: Any, fault: str) -> None:
-    assert faults_of(tmp_path, **changes) == [fault]
+def test_each_thing_that_is_missing_is_a_fault(
+    tmp_path: Path, changes: Any, faults: list[str]
+) -> None:
+    assert faults_of(tmp_path, **changes) == faults
 
 
 def test_what_is_left_is_found(tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from studies.commands import outside, printed
+from studies.commands import ROOT, outside, printed
 
 pytestmark = pytest.mark.mpi_skip  # starts a session of its own
 
-PROJECT = Path(__file__).parent / "example_project"
-ROOT = PROJECT.parent.parent
+PROJECT = ROOT / "tests" / "example_project"
 LOOP, SHORT = "range(comm.size - 1)", "range(min(comm.size - 1, 1))"
 
 

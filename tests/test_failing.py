@@ -18,7 +18,6 @@ from deaths.programs import ERROR, PLACES, RANKS, launched, rows, wrong
 
 from sp_core import failing
 from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed
-from sp_core.launch.watch import exit_code
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 OF_MPI = (
@@ -225,38 +224,19 @@ def test_an_exit_that_leaves_a_mesh_ends_all_at_the_end_of_the_program(
         assert capsys.readouterr().err == "SystemExit: 3\n"
 
 
-@pytest.mark.parametrize("caught", [False, True])
 def test_an_exit_ends_nothing_if_the_program_catches_it_and_makes_another_mesh(
-    caught: bool, usual: list[Mock], monkeypatch: pytest.MonkeyPatch
+    usual: list[Mock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program may also make a mesh in a `finally`, while the SystemExit goes on."""
-    ends: list[object] = []
-    registry = Mock(register=lambda call, *_: ends.append(call))
-    registry.unregister = lambda call: ends.__setitem__(slice(None), set(ends) - {call})
-    monkeypatch.setattr(failing, "atexit", registry)
-    failing.watch_over(1, 3, Mock())
+    monkeypatch.setattr(failing, "atexit", registry := Mock())
     with suppress(SystemExit):
         try:
-            failing.left_by(leaves := SystemExit(3))
-            raise leaves
+            raise SystemExit(3)
         finally:
-            if not caught:
-                failing.watch_over(1, 3, Mock())
-    if caught:
-        failing.watch_over(1, 3, Mock())
-    assert (failing.end in ends) != caught
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        *((SystemExit(code), code) for code in (0, 1, 3)),
-        *((SystemExit(None), 0), (SystemExit("a text"), 1)),
-        *((KeyError("lost"), 1), (KeyboardInterrupt(), 130)),
-    ],
-)
-def test_the_exit_code_is_that_of_python(error: BaseException, code: int) -> None:
-    assert exit_code(error) == code
+            failing.watch_over(1, 3, Mock())
+    registry.unregister.assert_not_called()
+    failing.watch_over(1, 3, Mock())
+    registry.unregister.assert_called_once_with(failing.end)
 
 
 def test_the_study_tries_each_place_with_two_starts_or_more() -> None:

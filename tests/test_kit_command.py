@@ -20,29 +20,26 @@ POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "home", "expected"),
     [
-        ({}, {SESSION_DIR_HERE: "/run", SESSION_DIR: None}),
-        ({SESSION_DIR_HERE: "/here"}, {SESSION_DIR_HERE: "/here", SESSION_DIR: None}),
-        ({SESSION_DIR: "/there"}, {SESSION_DIR_HERE: None, SESSION_DIR: "/there"}),
+        ({}, "~", {SESSION_DIR_HERE: "/run", SESSION_DIR: None, "HOME": "/run"}),
+        ({}, "/home/of-the-user", {"HOME": "/home/of-the-user"}),
+        ({"HOME": "/given"}, "/home/of-the-user", {"HOME": "/given"}),
+        ({SESSION_DIR_HERE: "/here"}, "~", {SESSION_DIR_HERE: "/here", SESSION_DIR: None}),
+        ({SESSION_DIR: "/there"}, "~", {SESSION_DIR_HERE: None, SESSION_DIR: "/there"}),
     ],
 )
-def test_launches_share_no_folder_of_the_library_unless_one_is_named(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str | None]
+def test_a_launch_has_folders_of_its_own_unless_they_are_named(
+    given: dict[str, str],
+    home: str,
+    expected: dict[str, str | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Open MPI does not start without a home folder. "~": the system knows none."""
     monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(os.path, "expanduser", lambda _: home)
     found = environment(Path("/run"))
     assert {name: found.get(name) for name in expected} == expected
-
-
-def test_ranks_have_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open MPI does not start without one."""
-    monkeypatch.setattr(os, "environ", {})
-    for home, expected in (("/home/of-the-user", "/home/of-the-user"), ("~", "/run")):
-        monkeypatch.setattr(os.path, "expanduser", lambda _, home=home: home)
-        assert environment(Path("/run"))["HOME"] == expected
-    monkeypatch.setattr(os, "environ", {"HOME": "/given"})
-    assert environment(Path("/run"))["HOME"] == "/given"
 
 
 def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(

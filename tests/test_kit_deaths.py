@@ -79,21 +79,6 @@ def test_the_first_of_many_deaths_is_told(
     assert [watch.first()] == first == order[:1]
 
 
-def test_of_those_that_were_gone_before_they_were_seen_it_says_that_it_knows_nothing(
-    tmp_path: Path, watch: Deaths, ranks: list[subprocess.Popen[bytes]]
-) -> None:
-    end(ranks)
-    introduce(tmp_path, ranks)
-    assert watch.alive() == {}
-    assert "its exit code is not known" in watch.suspects()[0]
-    assert (watch.failed(), watch.succeeded()) == (False, False)
-    for rank in range(RANKS):
-        file_of(tmp_path, rank, "place").write_text(watch_module.ENDED)
-    assert (watch.failed(), watch.succeeded()) == (False, True)
-    file_of(tmp_path, 1, "place").write_bytes(b"raised KeyError('x')\0")
-    assert (watch.failed(), watch.succeeded()) == (True, False)
-
-
 def wait_for(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + 20
     while not is_so():
@@ -184,57 +169,56 @@ def test_all_files_that_were_opened_are_closed(
     assert {*opened.iterdir()} <= before
 
 
-GONE = "its exit code is not known"
+GONE, KILLED = "its exit code is not known", "killed by SIGKILL"
+ENDED, RAISED = watch_module.ENDED, "raised SystemExit: 7"
 
 
 @pytest.mark.parametrize(
-    ("causes", "first", "failed"),
+    ("causes", "noted", "first", "outcome"),
     [
-        ([], None, False),
-        (["exit code 0", "exit code 0"], 0, False),
-        (["exit code 0", "exit code 10"], 0, True),
-        (["killed by SIGKILL", "exit code 1"], 1, True),
-        (["killed by SIGTERM", GONE, "killed by SIGSEGV"], 2, True),
-        (["killed by SIGTERM", GONE, "killed by SIGKILL"], 0, True),
-        ([GONE, "killed by SIGKILL"], 0, True),
-        ([GONE, GONE], 0, False),
-        ([GONE, "exit code 0"], 1, False),
+        ([], {}, None, "succeeded"),
+        (["exit code 0", "exit code 0"], {}, 2, "succeeded"),
+        (["exit code 0", "exit code 10"], {}, 2, "failed"),
+        ([KILLED, "exit code 1"], {}, 3, "failed"),
+        (["killed by SIGTERM", GONE, "killed by SIGSEGV"], {}, 1, "failed"),
+        (["killed by SIGTERM", GONE, KILLED], {}, 2, "failed"),
+        ([GONE, KILLED], {}, 2, "failed"),
+        ([GONE, GONE], {}, 2, ""),
+        ([GONE, "exit code 0"], {}, 3, ""),
+        ([GONE, GONE], {2: ENDED, 3: ENDED}, 2, "succeeded"),
+        ([GONE, GONE], {2: ENDED, 3: RAISED}, 3, "failed"),
+        ([KILLED, KILLED, KILLED], {3: RAISED}, 3, "failed"),
+        ([KILLED, None, KILLED], {3: RAISED}, 3, "failed"),
+        ([GONE, None, GONE], {3: RAISED}, 3, ""),
+        ([None, KILLED, None], {3: RAISED}, 3, "failed"),
+        ([None, None, None], {3: RAISED}, None, "succeeded"),
+        (["killed by SIGSEGV", KILLED], {3: RAISED}, 2, "failed"),
+        ([KILLED, "exit code 1"], {2: RAISED}, 2, "failed"),
+        ([KILLED], {2: ENDED}, 2, "failed"),
     ],
 )
-def test_a_rank_that_ended_by_itself_is_the_first(
-    causes: list[str], first: int | None, failed: bool, watch: Deaths, tmp_path: Path
+def test_a_rank_that_ended_by_itself_or_noted_an_error_is_the_first(
+    causes: list[str | None],
+    noted: dict[int, str],
+    first: int | None,
+    outcome: str,
+    watch: Deaths,
+    tmp_path: Path,
 ) -> None:
-    """Ranks die in the order 3, 2, 1; before that ranks 0 and 2 closed their pipes."""
-    order = [2, 3, 1][: len(causes)]
-    for life in (hold_life(tmp_path, 2), hold_life(tmp_path, 0)):
-        os.close(life)
-        watch.look(0.0)
-    watch.dead.update(sorted(zip(order, causes, strict=True), key=lambda each: -each[0]))
-    assert watch.first() == (None if first is None else order[first])
-    assert (watch.failed(), watch.succeeded()) == (failed, {*causes} <= {"exit code 0"})
-    expected = [] if first is None else [f"rank {order[first]} died first: {causes[first]}"]
-    assert watch.suspects() == expected
+    """Ranks 2, 3 and 1 close their pipes in this order. A rank without a cause is not yet dead.
 
-
-@pytest.mark.parametrize("causes", [[None] * 3, ["killed by SIGKILL"] * 3, [GONE] * 3])
-@pytest.mark.parametrize("is_dead", [True, False])
-def test_a_rank_that_noted_an_error_is_the_first_of_those_that_mpiexec_may_have_killed(
-    causes: list[str | None], watch: Deaths, tmp_path: Path, *, is_dead: bool
-) -> None:
-    """The others die before it, and the launcher may see that it has died only later."""
-    file_of(tmp_path, 3, "place").write_bytes(b"raised SystemExit: 7\0")
-    watch._watched = dict.fromkeys(range(RANKS), 70)
-    watch.dead = {rank: cause for rank, cause in enumerate(causes) if cause}
-    watch._ended = dict.fromkeys(watch.dead)
-    if is_dead:
-        watch._ended[3], watch.dead[3] = None, "killed by SIGKILL"
-    told = "died first: killed by SIGKILL" if is_dead else "failed first"
-    wanted = [f"rank 3 {told}; last place: raised SystemExit: 7"]
-    assert watch.suspects() == (wanted if watch.dead else [])
-    if watch.dead:
-        watch._ended = {2: None, **watch._ended}
-        watch.dead[2] = "killed by SIGSEGV"
-        assert watch.first() == 2  # the error of rank 3 may be that it lost rank 2
+    mpiexec may have killed the others. The error of rank 3 may be that it lost rank 2.
+    """
+    for rank, text in noted.items():
+        file_of(tmp_path, rank, "place").write_text(f"{text}\0in an older place")
+    ends = dict(zip((2, 3, 1), causes, strict=False))
+    watch._ended = dict.fromkeys([0, *ends])
+    watch.dead = {rank: cause for rank, cause in sorted(ends.items()) if cause}
+    assert watch.first() == first
+    assert (watch.failed(), watch.succeeded()) == (outcome == "failed", outcome == "succeeded")
+    died = f"died first: {watch.dead[first]}" if first in watch.dead else "failed first"
+    place = f"; last place: {noted[first]}" if first in noted else ""
+    assert watch.suspects() == ([] if first is None else [f"rank {first} {died}{place}"])
 
 
 def test_a_rank_that_the_kernel_does_not_let_us_watch_lives_until_its_process_has_ended(

@@ -249,39 +249,28 @@ def test_a_report_that_cannot_be_printed_is_in_the_junit_file(
     made.end.assert_called_once_with()
 
 
-def test_a_signal_while_the_launch_begins_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Mock(run_dir=tmp_path)
-
-    def begin(*_: object) -> Mock:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-        return made
-
-    monkeypatch.setattr(command_module, "Launch", begin)
-    with pytest.raises(SystemExit):
-        command_module.run(1, ["tool"], timeout=1.0)
-    made.end.assert_called_once_with()
-
-
+@pytest.mark.parametrize("while_it", ["begins", "is ended"])
 @pytest.mark.parametrize("number", [signal.SIGINT, *command_module.ENDING])
-def test_another_signal_waits_until_the_ranks_are_ended(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_signal_waits_until_a_launch_has_begun_or_its_ranks_are_ended(
+    number: signal.Signals, while_it: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a second Ctrl-C leaves ranks that nobody watches. A thread of torch may receive it."""
-    ended, over = [], threading.Event()
+    waited, over = [], threading.Event()
     threading.Thread(target=over.wait, args=(60,)).start()
+    made = Mock(run_dir=tmp_path)
+    made.trouble.side_effect = KeyboardInterrupt
 
-    def end() -> None:
+    def interrupted(*_: object) -> Mock:
         os.kill(os.getpid(), number)
         time.sleep(0.1)
-        ended.append(number)
+        waited.append(number)
         over.set()
+        return made
 
-    made = Mock(run_dir=tmp_path, end=end)
-    made.trouble.side_effect = KeyboardInterrupt
-    monkeypatch.setattr(command_module, "Launch", Mock(return_value=made))
+    made.end.side_effect = interrupted if while_it == "is ended" else None
+    begin = interrupted if while_it == "begins" else Mock(return_value=made)
+    monkeypatch.setattr(command_module, "Launch", begin)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         command_module.run(1, ["tool"], timeout=1.0)
-    assert ended == [number]
+    assert waited == [number]
+    made.end.assert_called_once_with()

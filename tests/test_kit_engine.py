@@ -23,7 +23,6 @@ from sp_core.testing import (
     CheckedComm,
     engine,
     event,
-    features,
     given,
     note,
     profiles,
@@ -35,16 +34,8 @@ from sp_core.testing import (
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.plan import Example
-from sp_core.testing.session import Tally
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
-
-
-@given(nprocs=st.just(2), n=st.integers(0, 100), max_examples=60)
-def test_an_assumption_that_fails_on_one_rank_rejects_the_example(comm: Any, n: int) -> None:
-    assume(comm.rank == 0 or n % 2 == 0)
-    comm.Barrier()
-    assert n % 2 == 0
 
 
 def test_ranks_are_a_value_in_any_order_and_without_rank_0() -> None:
@@ -116,21 +107,6 @@ def test_decorators_of_hypothesis_work_on_top() -> None:
         assert seen[0] == (3, -7)
 
 
-def test_events_targets_and_notes_may_come_from_any_rank() -> None:
-    @SEARCH
-    @given(nprocs=st.just(2), n=st.integers(0, 1000))
-    def body(comm: Any, n: int) -> None:
-        event(f"rank {comm.rank}")
-        target(float(n * comm.rank), label="n")
-        note(f"said by rank {comm.rank}")
-        assert n < 100
-
-    said = ("said by rank 0", "said by rank 1", "@example(nprocs=2, n=100)", "test case: body(")
-    text = failure_of(body)
-    assert_told(text, *said)
-    assert "raw replay" not in text
-
-
 @pytest.mark.parametrize("of_kit", [True, False])
 def test_what_is_said_in_a_test_reaches_hypothesis(
     monkeypatch: pytest.MonkeyPatch, *, of_kit: bool
@@ -156,19 +132,6 @@ def test_what_is_said_in_a_test_reaches_hypothesis(
         ]
         said["target"].assert_called_with(7.0, label="n")
         assert said["note"].call_args_list == [call("said by all")] * said["target"].call_count
-
-
-def test_features_are_counted_once_for_each_example() -> None:
-    @given(nprocs=st.just(2), n=st.integers(0, 5), max_examples=60)
-    def body(comm: Any, n: int) -> None:
-        features({"parity": n % 2, "rank": comm.rank})
-
-    before, session.current.tally = session.current.tally, Tally()
-    body()
-    counted, session.current.tally = session.current.tally, before
-    if leads():
-        assert counted.features["rank=0"] == counted.features["rank=1"] == counted.examples > 0
-        assert counted.features["parity=0"] + counted.features["parity=1"] == counted.examples
 
 
 def test_settings_are_the_same_where_hypothesis_finds_a_ci_server() -> None:
@@ -287,15 +250,6 @@ class TestMethods:
         assert tmp_path.is_dir()
         assert power in (1, 2)
         assert comm.allreduce(1) == comm.size
-
-    @patch("os.getlogin")
-    @spmd(2)
-    def test_what_a_decorator_adds_comes_after_the_communicator(
-        self, comm: Any, login: Mock
-    ) -> None:
-        assert isinstance(self, TestMethods)
-        assert comm.allreduce(1) == 2
-        assert os.getlogin is login
 
 
 @patch("os.getppid")

@@ -2,10 +2,8 @@
 
 import math
 import os
-import pickle
 import random
 import shlex
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ from unittest.mock import Mock, call
 import pytest
 from hypothesis import HealthCheck, settings
 
-from sp_core.testing import agreed, plugin, session
+from sp_core.testing import plugin, session
 from sp_core.testing.outcome import failure_class
 from sp_core.testing.session import Session, Tally
 
@@ -51,10 +49,10 @@ RANDOM = 2**32 - 1
         ("", {"hypothesis_seed": "-7"}, -7),
         ("", {"hypothesis_seed": "random"}, "random"),
         ("soak", {"hypothesis_seed": ""}, ""),
-        ("quick", {}, None),
-        ("explore", {}, RANDOM),
+        *((name, {}, None) for name in ("pr", "quick", "brief")),
+        *((name, {}, RANDOM) for name in ("soak", "explore")),
         ("explore", {"hypothesis_seed": "7"}, 7),
-        ("explore", {"hypothesis_profile": "quick"}, None),
+        *(("explore", {"hypothesis_profile": name}, None) for name in ("quick", "one's own")),
         ("", {"hypothesis_profile": "soak"}, RANDOM),
     ],
 )
@@ -85,24 +83,6 @@ def test_a_seed_is_chosen_where_examples_differ_in_every_run(
         assert not session.current.raw_replay
     finally:
         settings.load_profile(loaded)
-
-
-@pytest.mark.parametrize("expected", [None, 4])
-@pytest.mark.parametrize("option", ["with_mpi", "only_mpi", "other"])
-def test_ranks_under_mpi_make_one_session(
-    option: str, expected: int | None, current: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without MPI no number of ranks can be expected."""
-    options: dict[str, Any] = {option: True, "sp_expect_ranks": expected}
-    ranks, found = Mock(), config(**options)
-    monkeypatch.setattr(agreed, "Ranks", ranks)
-    monkeypatch.delenv("SP_PROFILE", raising=False)
-    refused = option == "other" and expected is not None
-    with pytest.raises(pytest.UsageError, match="needs --with-mpi") if refused else nullcontext():
-        plugin.pytest_configure(found)
-    joined = [call.register(ranks.return_value, "sp_core_ranks")] * (option != "other")
-    assert found.pluginmanager.mock_calls == joined
-    assert ranks.mock_calls == [call(found, session.current)] * (option != "other")
 
 
 def test_a_session_inside_another_ends_with_the_other_in_its_place(current: Session) -> None:
@@ -262,16 +242,7 @@ def test_the_summary_is_told_where_the_kit_was_used(
     assert terminal.mock_calls == (expected if tally.tests or notes else [])
 
 
-def test_the_counts_of_workers_are_added(current: Session) -> None:
-    worker: Any = config()
-    worker.mock_add_spec([*dir(worker), "workeroutput"])
-    worker.workeroutput = {}
-    for tests in (2, 3):
-        session.current.tally = Tally(tests=tests)
-        plugin.pytest_sessionfinish(Mock(config=worker, exitstatus=0))
-        assert pickle.loads(worker.workeroutput["sp_core"]) == Tally(tests=tests)
-        plugin.pytest_testnodedown(worker)
-        assert session.current.tally.tests == 2 * tests
-    for other in (SimpleNamespace(), SimpleNamespace(workeroutput={})):
-        plugin.pytest_testnodedown(other)
-    assert session.current.tally.tests == 6
+def test_a_worker_that_has_crashed_has_no_counts(current: Session) -> None:
+    for crashed in (SimpleNamespace(), SimpleNamespace(workeroutput={})):
+        plugin.pytest_testnodedown(crashed)
+    assert current.tally == Tally()

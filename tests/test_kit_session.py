@@ -241,24 +241,6 @@ def test_constants_of_the_modules_of_a_project_are_not_drawn(
     assert CONSTANT not in drawn
 
 
-@pytest.mark.parametrize("named", [None, "soak", "quick", "of the project"])
-@pytest.mark.parametrize("wanted", [*EXAMPLES, ""])
-def test_a_profile_says_whether_each_run_has_other_examples(
-    wanted: str, named: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the command line names counts, though Hypothesis loads it later."""
-    monkeypatch.setenv("SP_PROFILE", wanted)
-    loaded = settings.get_current_profile_name()
-    try:
-        assert profiles.load(named) == ((named or wanted) in ("soak", "explore"))
-        assert (settings.get_current_profile_name(), profiles.name()) == (wanted or "pr",) * 2
-        settings.register_profile("mine", settings.default)
-        settings.load_profile("mine")
-        assert profiles.name() == "pr"
-    finally:
-        settings.load_profile(loaded)
-
-
 @pytest.mark.parametrize("has_settings", [True, False])
 def test_a_test_may_have_fixtures_besides_what_it_suppresses_itself(*, has_settings: bool) -> None:
     class Tests:

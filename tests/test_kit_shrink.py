@@ -38,30 +38,11 @@ from sp_core.testing.shrink_crash import Jobs, Lost
 pytestmark = pytest.mark.mpi_skip
 
 
-class Launches:
-    """Simulated launches, which die of every example with two ranks or more and n >= 7.
-
-    `first`: the rank that the launcher has found dead first.
-    """
-
-    def __init__(self, first: int = 1) -> None:
-        self.started, self.asked, self.first = 0, list[str](), first
-
-    def start(self, ranks: int, test: str, options: Any) -> Mock:
-        self.started += 1
-        return Mock(ask=self.ask)
-
-    def ask(self, example: Example) -> Result:
-        self.asked.append(str(example))
-        if len(example.ranks) > 1 and example.values["n"] >= 7:
-            raise Lost("rank 1 died first: killed by SIGSEGV", self.first)
-        return Result([FINISHED] * len(example.ranks), {})
-
-
-def simulated(monkeypatch: pytest.MonkeyPatch, jobs: Jobs, launches: Launches) -> None:
-    """Let this process's tests run their examples in simulated launches."""
-    monkeypatch.setattr(shrink_crash, "Job", launches.start)
-    monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
+def died(example: Example) -> Result:
+    """Answer as a launch that dies of every example with two ranks or more and n >= 7."""
+    if len(example.ranks) > 1 and example.values["n"] >= 7:
+        raise Lost("rank 1 died first: killed by SIGSEGV", 1)
+    return Result([FINISHED] * len(example.ranks), {})
 
 
 @given(n=st.integers(0, 100), d=st.integers(0, 9))
@@ -73,23 +54,19 @@ def crashes(comm: Any, n: int, d: int) -> None:
 def test_an_example_that_a_launch_dies_of_is_shrunk(
     monkeypatch: pytest.MonkeyPatch, losses: int
 ) -> None:
-    """At most `losses` launches are lost."""
-    jobs, launches = Jobs(4, [], losses), Launches()
-    simulated(monkeypatch, jobs, launches)
+    """At most `losses` launches are lost. No example is run twice."""
+    jobs, started = Jobs(4, [], losses), Mock()
+    asked = started.return_value.ask
+    asked.side_effect = died
+    monkeypatch.setattr(shrink_crash, "Job", started)
+    monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
     text = failure_of(crashes)
     assert "RankCrashed on rank 1 of 2: rank 1 died first: killed by SIGSEGV" in text or losses == 2
     assert "to keep this example: @example(nprocs=2, n=7, d=0)" in text or losses == 2
     assert "RankFailure[RankCrashed]" in text
-    assert len(launches.asked) == len(set(launches.asked))
-    assert jobs.launches == launches.started in (jobs.lost, jobs.lost + 1)
+    assert asked.call_count == len({str(each) for each in asked.call_args_list})
+    assert jobs.launches == started.call_count in (jobs.lost, jobs.lost + 1)
     assert jobs.lost == 2 if losses == 2 else 0 < jobs.lost < losses
-
-
-def test_a_launch_that_another_rank_has_ended_is_a_failure_of_the_first_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    simulated(monkeypatch, Jobs(4, []), Launches(first=9))
-    assert "RankCrashed on rank 0 of 2: rank 1 died first" in failure_of(crashes)
 
 
 def test_a_launch_tries_the_examples_that_it_is_sent(
@@ -205,6 +182,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 @pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize(
     ("trouble", "ended", "reason"),
     [
@@ -214,11 +192,21 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Mock:
     ],
 )
 def test_an_example_is_blamed_only_for_a_launch_that_has_asked_for_one(
-    trouble: list[str], ended: int | None, reason: str, launch: Mock, *, asked: bool
+    trouble: list[str],
+    ended: int | None,
+    reason: str,
+    launch: Mock,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    asked: bool,
+    late: bool,
 ) -> None:
+    """A launch that asks for none in time is ended with its stacks."""
     launch.trouble.side_effect = trouble
     launch.ended.side_effect = [*[None] * (len(trouble) - 1), ended]
     job = shrink_crash.Job(2, "tests/test_x.py::test_y", ["-x"])
+    now = job.begin + shrink_crash.START_SECONDS + late
+    monkeypatch.setattr(shrink_crash, "time", Mock(monotonic=lambda: now))
     words = ["python", "-m", "pytest", "--with-mpi", "-x", "tests/test_x.py::test_y"]
     folder = launch.arguments[3]
     assert launch.arguments == (2, words, (), folder)
@@ -226,23 +214,12 @@ def test_an_example_is_blamed_only_for_a_launch_that_has_asked_for_one(
         (folder / UNASKED).unlink()
     with pytest.raises(Lost if asked else shrink_crash.NotStarted) as caught:
         job.ask(Example((0, 1), {"n": 3}))
+    is_ended = late and not asked and not trouble[0]
+    reason = "no example was asked for within 600 s" if is_ended else reason
     text = f"the launch has ended before it asked for an example:\nno such test�\nreport: {reason}"
     assert caught.value.args == ((f"report: {reason}", 3) if asked else (text,))
     assert launch.trouble.call_args == call(shrink_crash.POLL_SECONDS)
-    job.close()
-
-
-def test_a_launch_that_asks_for_no_example_is_ended_with_its_stacks(
-    launch: Mock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch.trouble.side_effect = ["", "", ""]
-    job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
-    moments = iter([shrink_crash.START_SECONDS, shrink_crash.START_SECONDS + 1.0])
-    monkeypatch.setattr(shrink_crash, "time", Mock(monotonic=lambda: job.begin + next(moments)))
-    with pytest.raises(shrink_crash.NotStarted, match="no example was asked for within 600 s"):
-        job.ask(Example((0, 1), {"n": 3}))
-    assert launch.trouble.call_count == 2
-    launch.deaths.dump.assert_called_once_with()
+    assert launch.deaths.dump.called == is_ended
     job.close()
 
 
@@ -274,7 +251,7 @@ def test_each_test_has_a_launch_which_ends_before_the_next(monkeypatch: pytest.M
     """An example runs once. A launch that is lost gets no time to end, and is not closed again."""
     did, jobs = Mock(), Jobs(4, ["-x"], losses=1)
     done = Result([FINISHED], {})
-    did.start.return_value.ask.side_effect = [done, done, Lost("died", None)]
+    did.start.return_value.ask.side_effect = [done, done, Lost("died", 9)]
     monkeypatch.setattr(shrink_crash, "Job", did.start)
     monkeypatch.setattr(session, "current", session.Session())
     jobs.pytest_configure()

@@ -69,12 +69,16 @@ def test_the_innermost_time_limit_begins_anew_at_each_step(
     ]
 
 
-def test_what_no_rank_does_is_neither_limited_nor_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_rank_does_has_no_limit_and_is_told_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(watch, "_watch", None)
     monkeypatch.setattr(faulthandler, "dump_traceback_later", None)
     with watch.limit(1.0):
         watch.note("nothing")
         watch.in_flight("nothing")
+        watch.tell("the kit has failed")
+    assert capfd.readouterr().err == "the kit has failed"
 
 
 ENDS = {
@@ -161,14 +165,6 @@ def test_the_last_place_replaces_a_longer_one(
         found, _, rest = file.read().partition(b"\0")
     assert found == b"x" * min(length, 511)
     assert len(found) + len(rest) == 511
-
-
-def test_a_full_disk_is_no_error_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Path("/dev/full").open("wb", buffering=0) as full:
-        with pytest.raises(OSError, match="No space left"):
-            full.write(b"x")
-        monkeypatch.setattr(watch, "_watch", SimpleNamespace(place=full.fileno()))
-        watch.note("raised an error")
 
 
 PURELIB, STDLIB = (sysconfig.get_paths()[name] for name in ("purelib", "stdlib"))
@@ -348,18 +344,6 @@ def test_a_program_runs_to_its_end_as_without_the_launcher(
     assert printed(watched, tmp_path, env, 60) == alone
     assert "one -c\n" in alone[1]
     assert alone[1].endswith("True\nTrue\n")
-
-
-def test_what_a_process_outside_of_a_launch_tells_goes_to_standard_error(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(watch, "_watch", None)
-    watch.tell("the kit has failed")
-    assert capfd.readouterr().err == "the kit has failed"
-
-
-def test_without_a_launcher_no_pipe_is_held(tmp_path: Path) -> None:
-    assert watch.hold_life(tmp_path, 0) == -1
 
 
 @pytest.mark.parametrize("listens", [True, False])

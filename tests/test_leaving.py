@@ -5,6 +5,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from sp_core import observer, progress
 from sp_core.collectives.execution import BoundStep, Running
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
 from sp_core.observer import Notices, observer_of
-from sp_core.testing import run_threads
+from sp_core.testing import run_threads, spmd
 from sp_core.transport import Done, Transfer, Window
 
 pytestmark = pytest.mark.mpi_skip
@@ -45,17 +46,13 @@ def test_a_wait_gets_what_a_rank_sent_before_it_left() -> None:
     arrives = Mock(**{"test.side_effect": [False] * 40 + [True] * 9})
 
     def body(comm: Any) -> None:
-        try:
-            with sp.Mesh(comm, sp=2) as mesh:
-                group = mesh["sp"]
-                if comm.rank == LOST:
-                    raise Lost
-                while observer_of(group._comm).first_left() is None:
-                    group.poll()
+        with suppress(Lost), sp.Mesh(comm, sp=2) as mesh:
+            group = mesh["sp"]
+            while comm.rank != LOST and observer_of(group._comm).first_left() is None:
+                group.poll()
+            if comm.rank != LOST:
                 group.wait(arrives, "message")
-                raise Lost
-        except Lost:
-            pass
+            raise Lost
 
     run_threads(2, body)
     assert arrives.test.call_count > 40
@@ -71,22 +68,19 @@ def test_the_lowest_rank_that_has_left_is_named() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_wait_after_the_end_of_a_mesh_returns_the_result(*, elsewhere: bool) -> None:
+@spmd(4)
+def test_a_wait_after_the_end_of_a_mesh_returns_the_result(comm: Any, *, elsewhere: bool) -> None:
     """Also if rank 0 frees its mesh in a thread that made none, before the others' last steps."""
-
-    def body(comm: Any) -> None:
-        mesh = sp.Mesh(comm, sp=4)
-        pending = sp.all_reduce_start(torch.ones(9), comm=mesh["sp"], algorithm="ring")
-        if elsewhere and comm.rank == 0:
-            helper = threading.Thread(target=mesh.free)
-            helper.start()
-            helper.join()
-        elif elsewhere:
-            pending.wait()
-        mesh.free()
-        assert torch.equal(pending.wait(), torch.full((9,), 4.0))
-
-    run_threads(4, body, timeout=10)
+    mesh = sp.Mesh(comm, sp=4)
+    pending = sp.all_reduce_start(torch.ones(9), comm=mesh["sp"], algorithm="ring")
+    if elsewhere and comm.rank == 0:
+        helper = threading.Thread(target=mesh.free)
+        helper.start()
+        helper.join()
+    elif elsewhere:
+        pending.wait()
+    mesh.free()
+    assert torch.equal(pending.wait(), torch.full((9,), 4.0))
 
 
 def failing_once(begin: Callable[[], Any]) -> Callable[[], Any]:
@@ -100,21 +94,18 @@ def failing_once(begin: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("way", ["ring", "window"])
-def test_the_memory_of_a_run_that_an_error_ends_outlives_its_plan(way: str) -> None:
+@spmd(2)
+def test_the_memory_of_a_run_that_an_error_ends_outlives_its_plan(comm: Any, way: str) -> None:
     """After an error in a wait, its transfers go on, and the MPI library may use their memory."""
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="window", sp=2) as mesh:
-            plan = sp.plan("all_gather", torch.ones(3), comm=mesh["sp"], algorithm=way)
-            memory = StorageWeakRef(plan.run().untyped_storage())
-            vars(plan._bound)["begin"] = failing_once(plan._bound.begin)
-            with pytest.raises(Lost):
-                plan.run()
-            del plan
-            gc.collect()
-            assert not memory.expired()
-
-    run_threads(2, body)
+    with sp.Mesh(comm, transport="window", sp=2) as mesh:
+        plan = sp.plan("all_gather", torch.ones(3), comm=mesh["sp"], algorithm=way)
+        memory = StorageWeakRef(plan.run().untyped_storage())
+        vars(plan._bound)["begin"] = failing_once(plan._bound.begin)
+        with pytest.raises(Lost):
+            plan.run()
+        del plan
+        gc.collect()
+        assert not memory.expired()
 
 
 def of_a_program(comm: Any, work: Any) -> Callable[[], object]:
@@ -136,59 +127,52 @@ def of_a_transfer(comm: Any, work: Any) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("test_of", [of_a_program, of_a_window, of_a_transfer])
-def test_a_sum_that_an_error_has_interrupted_is_neither_repeated_nor_left_out(test_of: Any) -> None:
+@spmd(1)
+def test_a_sum_that_an_error_has_interrupted_is_neither_repeated_nor_left_out(
+    comm: Any, test_of: Any
+) -> None:
     """A signal handler may raise an error in the middle of it, and the program may wait again."""
-
-    def body(comm: Any) -> None:
-        test = test_of(comm, work := Mock(side_effect=TimeoutError))
-        with pytest.raises(TimeoutError):
+    test = test_of(comm, work := Mock(side_effect=TimeoutError))
+    with pytest.raises(TimeoutError):
+        test()
+    for _ in range(2):
+        with pytest.raises(sp.RankError, match="an error has interrupted"):
             test()
-        for _ in range(2):
-            with pytest.raises(sp.RankError, match="an error has interrupted"):
-                test()
-        work.assert_called_once_with()
-
-    run_threads(1, body)
+    work.assert_called_once_with()
 
 
-def test_the_memory_of_a_transfer_outlives_a_mesh_that_nobody_holds() -> None:
+@spmd(1)
+def test_the_memory_of_a_transfer_outlives_a_mesh_that_nobody_holds(comm: Any) -> None:
     """It is freed when the transfer is complete, which any wait or poll of the rank finds out."""
+    ended: list[int] = []
 
-    def body(comm: Any) -> None:
-        ended: list[int] = []
+    def lose() -> weakref.ref[Any]:
+        handle = Mock(**{"test.side_effect": lambda: bool(ended)})
+        sp.Mesh(comm, sp=1)["sp"].track(handle)
+        return weakref.ref(handle)
 
-        def lose() -> weakref.ref[Any]:
-            handle = Mock(**{"test.side_effect": lambda: bool(ended)})
-            sp.Mesh(comm, sp=1)["sp"].track(handle)
-            return weakref.ref(handle)
-
-        handle = lose()
-        for _ in range(2):
-            gc.collect()
-            assert handle() is not None
-            progress.of_this_rank().poll()
-        ended.append(1)
-        progress.of_this_rank().poll()
+    handle = lose()
+    for _ in range(2):
         gc.collect()
-        assert handle() is None
-
-    run_threads(1, body)
+        assert handle() is not None
+        progress.of_this_rank().poll()
+    ended.append(1)
+    progress.of_this_rank().poll()
+    gc.collect()
+    assert handle() is None
 
 
 @pytest.mark.parametrize("error", [None, Lost()])
+@spmd(1)
 def test_a_forked_process_leaves_the_mesh_to_its_rank(
-    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+    comm: Any, error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that leaves the block but did not make the mesh calls no MPI and frees nothing."""
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=1) as mesh:
-            with monkeypatch.context() as child:
-                child.setattr("sp_core.mesh.os", Mock(**{"getpid.return_value": -1}))
-                mesh.__exit__(None if error is None else type(error), error, None)
-            assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 1
-
-    run_threads(1, body)
+    with sp.Mesh(comm, sp=1) as mesh:
+        with monkeypatch.context() as child:
+            child.setattr("sp_core.mesh.os", Mock(**{"getpid.return_value": -1}))
+            mesh.__exit__(None if error is None else type(error), error, None)
+        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 1
 
 
 @pytest.mark.every_mpi

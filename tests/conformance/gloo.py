@@ -1,7 +1,6 @@
 """Make a torch process group for the ranks of an MPI launch, and a new one after an error."""
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,25 +24,12 @@ class Gloo:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._folder, self._made, self._patience = folder, 0, timedelta(seconds=patience)
         self._backend = backend
-        self._prepare: Callable[[Any], None] = lambda comm: None
         self._start(comm)
-
-    def serve(self, prepare: Callable[[Any], None]) -> None:
-        """Prepare a library for the group, now and after each `renew`.
-
-        Args:
-            prepare: a function that is called with the communicator of all ranks.
-        """
-        from mpi4py import MPI
-
-        self._prepare = prepare
-        prepare(MPI.COMM_WORLD)
 
     def renew(self, comm: Any) -> None:
-        """Destroy the group, make a new one, and prepare the library for it."""
+        """Destroy the group, and make a new one."""
         dist.destroy_process_group()
         self._start(comm)
-        self._prepare(comm)
 
     def _start(self, comm: Any) -> None:
         self._made += 1

@@ -53,16 +53,20 @@ def test_cell(gloo: Gloo, name: str, capability: str) -> None:
         told = cell | {"problem": problem} if problem else cell
         (FOLDER / "in_flight.json").write_text(json.dumps(told))
 
+    def renew(comm: Any) -> None:
+        gloo.renew(comm)
+        adapter.prepare(comm, library.variant)
+
     if world.rank == 0:
         announce({})
     adapter = library.module()
     for number in SETTING["planted"]:
         FAULTS[number].plant()
-    gloo.serve(lambda comm: adapter.prepare(comm, library.variant))
+    adapter.prepare(world, library.variant)
     masked = "full" in library.excluded()
     strategy = subject.problems(capability, world.size, library.needs, gradients, not masked)
     trial = Trial(
-        subject, adapter, library.variant, gloo.renew, announce, CELL_SECONDS * SETTING["patience"]
+        subject, adapter, library.variant, renew, announce, CELL_SECONDS * SETTING["patience"]
     )
     found = judged(trial, strategy, world.size, SETTING["examples"])
     if capability == "backward" and found["verdict"] == "pass":

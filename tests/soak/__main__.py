@@ -1,7 +1,7 @@
 """`nox -s soak`: run the suite in its short profile many times, each time with a different seed.
 
-During some runs other processes keep all cores busy. Each run is appended to soak.jsonl when it
-ends; the same command continues after the last line. The exit code is 1 if a run failed.
+During some runs other processes keep all cores busy. The report is written again after each run.
+The exit code is 1 if a run failed.
 """
 
 import os
@@ -14,17 +14,16 @@ from typing import Any
 from soak.laws import FILES
 from soak.runs import STAGES, Run, carried_out
 from studies.commands import RANKS, ROOT
-from studies.records import add_line, named, read_lines, table, write
+from studies.records import named, table, write
 
 from benchmarks import launching
 from benchmarks.checkout import commit
 from benchmarks.launching import Options, about, parse
 
-LINES = "soak.jsonl"
 OPTIONS: Options = {
     "--runs": about(type=int, default=50, help="without a load of its own"),
     "--loaded": about(type=int, default=10, help="with a busy process on each core"),
-    "--seed": about(type=int, help="of the runs' seeds (default: that of the file, or any)"),
+    "--seed": about(type=int, help="of the runs' seeds (default: any)"),
     "--stages": about(nargs="+", choices=STAGES, default=STAGES, help="default: all"),
     "--tests": about(nargs="+", default=FILES, metavar="FILE", help="default: the laws"),
     "--out": about(type=Path, default=ROOT / "reports" / "soak", help="folder"),
@@ -38,33 +37,21 @@ KINDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parse("nox -s soak --", __doc__, OPTIONS, arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
-    journal = options.out / LINES
-    lines = read_lines(journal)
-    seed = options.seed
-    if seed is None:
-        seed = lines[-1]["soak"] if lines else random.SystemRandom().randrange(2**31)
-    known = {Run(line["kind"], line["number"], line["seed"]): line for line in lines}
-    asked = [*runs(seed, "idle", options.runs), *runs(seed, "loaded", options.loaded)]
-    left = [run for run in asked if run not in known]
-    print(f"seed {seed}: {len(left)} runs to go, {len(asked) - len(left)} done", flush=True)
-    for run in left:
-        ended = carried_out(run, options.tests, options.stages, options.out)
-        known[run] = {"soak": seed, **ended, "commit": commit()}
-        add_line(journal, known[run])
-        print(told(ended), flush=True)
-    chosen = [known[run] for run in asked]
-    plain = {"seed": seed, "cores": os.cpu_count(), "tests": list(options.tests), "runs": chosen}
-    write(options.out, "soak", markdown(plain), plain)
-    return int(any(run["verdict"] != "passed" for run in chosen))
-
-
-def runs(seed: int, kind: str, count: int) -> list[Run]:
-    """Return the runs of one kind. A run's seed follows from `seed`, its kind and its number."""
-    return [
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    asked = [
         Run(kind, number, random.Random(f"{seed} {kind} {number}").randrange(2**31))
+        for kind, count in (("idle", options.runs), ("loaded", options.loaded))
         for number in range(count)
     ]
+    print(f"seed {seed}: {len(asked)} runs", flush=True)
+    done: list[dict[str, Any]] = []
+    plain = {"seed": seed, "cores": os.cpu_count(), "tests": list(options.tests), "runs": done}
+    for run in asked:
+        ended = carried_out(run, options.tests, options.stages, options.out)
+        print(told(ended), flush=True)
+        done.append({**ended, "commit": commit()})
+        write(options.out, "soak", markdown(plain), plain)
+    return int(any(run["verdict"] != "passed" for run in done))
 
 
 def told(run: dict[str, Any]) -> str:

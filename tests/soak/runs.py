@@ -47,6 +47,7 @@ def carried_out(
         stages: some of STAGES.
         folder: the folder for the output of stages that fail.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     ended: dict[str, Any] = {"seconds": {}, "tests": {}, "failures": []}
     ended["load"] = round(os.getloadavg()[0], 1)
     with load((os.cpu_count() or 1) if wanted_run.kind == "loaded" else 0):
