@@ -174,16 +174,29 @@ def test_a_result_may_be_changed_in_place_and_no_gradient_is_wrong(comm: Any, na
             assert torch.allclose(again, 2 * grad)
 
 
+EVERY_SECOND = (*range(0, 41, 2), 41)
+"""Boundaries of documents of two tokens, and of one."""
+
+
 @EVERY_SCHEME
+@pytest.mark.parametrize(
+    "mask",
+    [
+        sp.Mask(causal=True),
+        sp.Mask(causal=True, window=3),
+        sp.Mask(causal=True, documents=EVERY_SECOND),
+        sp.Mask(documents=EVERY_SECOND, kv_documents=(*range(22),)),
+    ],
+    ids=["causal", "window", "documents", "documents of one key"],
+)
 @spmd()
-def test_the_default_device_of_torch_changes_nothing(comm: Any, name: str) -> None:
-    found = []
+def test_the_default_device_of_torch_changes_nothing(comm: Any, name: str, mask: sp.Mask) -> None:
+    kv_len = 41 if mask.key_documents is None else mask.key_documents[-1]
+    problem, found = replace(PLAIN, seq_len=41, kv_len=kv_len, mask=mask), []
     for default in ("meta", device()):  # plans are cached: the other default comes first
         with torch.device(default), sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
             with torch.device("cpu"):
-                shards = Shards(
-                    replace(PLAIN, seq_len=19, kv_len=19), comm.rank, comm.size, device()
-                )
+                shards = Shards(problem, comm.rank, comm.size, device())
             found.append(shards.results(on(mesh, name)))
             found[-1]["all"] = sp.all_gather(found[-1]["out"], comm=mesh["sp"], dim=1)
     assert all(torch.equal(x, found[1][what]) for what, x in found[0].items())
