@@ -21,7 +21,6 @@ from sp_core.attention import (
     Logits,
     attend,
     attend_backward,
-    block_attention,
     block_attention_backward,
     kernels,
     local_attention,
@@ -173,18 +172,6 @@ def test_values_that_no_query_sees_are_not_read(softcap: float | None, poison: f
         clean = there_and_back(do, q, k, v, **call)
         k[:, :, hidden], v[:, :, hidden] = poison, poison
         assert all(map(torch.equal, clean, there_and_back(do, q, k, v, **call)))
-
-
-def test_a_nan_that_is_seen_may_spread_inside_its_block_and_not_beyond() -> None:
-    """Inside a block the fused kernel computes 0 times NaN, which is NaN, for hidden keys."""
-    q, k, v = (torch.randn(1, 1, 128, 8) for _ in range(3))
-    v[:, :, 100] = torch.nan
-    inside, _ = block_attention(q, k, v, kind="causal", logits=Logits(0.3))
-    assert inside[:, :, 100:].isnan().all()
-    call: dict[str, Any] = {"q_positions": range(128), "kv_positions": range(128)}
-    call["logits"] = Logits(0.3)
-    apart, _ = attend(q, k, v, mask=Mask(causal=True, documents=(0, 64, 128)), **call)
-    assert apart[:, :, :64].isfinite().all()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from oracle.attention_check import Shards, check_attention
 from oracle.strategies import AttentionProblem, attention_problems
 from oracle.ways import Way, ways
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
@@ -131,27 +130,6 @@ def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_trave
     with sp.Mesh(comm, device=device(), ring=2, ulysses=2) as mesh:
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
         check_attention("hybrid", scheme, problem, mesh[axes])
-
-
-@EVERY_SCHEME
-@spmd()
-def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
-    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
-        shards = Shards(PLAIN, comm.rank, comm.size, mesh["sp"].device)
-        out, lse = shards.run(on(mesh, name))
-        grads = shards.gradients(out, lse)
-
-        def again(*_: Tensor) -> Tensor:
-            return shards.run(on(mesh, name))[0]
-
-        kept = checkpoint(again, *shards.local, use_reentrant=False)
-        with torch.no_grad():
-            bare = again()
-        assert torch.equal(kept, out)
-        assert torch.equal(bare, out)
-        assert not bare.requires_grad
-        found = shards.gradients(kept, lse)
-        assert all(torch.equal(x, grads[what]) for what, x in found.items())
 
 
 @EVERY_SCHEME
