@@ -50,7 +50,8 @@ def programs(mesh: sp.Mesh) -> dict[str, Program]:
         return x * inner.grad
 
     def modelled(x: Tensor) -> Tensor:
-        return x.sum() * llama(tokens, sharding=sp.Sharding.contiguous(TOKENS, 1)).square()
+        logits: Tensor = llama(tokens, sharding=sp.Sharding.contiguous(TOKENS, 1))
+        return x.sum() * logits.square()
 
     return {
         "block": (lambda x: block(x * 2, sharding=sharding).sin(), [*block.parameters()]),

@@ -11,7 +11,7 @@ from oracle.strategies import AttentionProblem, attention_problems
 from test_schemes import EVERY_SCHEME, on
 
 import sp_core as sp
-from sp_core.schemes.heads import head_groups, split_heads
+from sp_core.schemes.heads import split_heads
 from sp_core.segments import consecutive
 from sp_core.testing import device, given, spmd
 
@@ -66,16 +66,6 @@ def test_a_rank_receives_a_head_once_unless_it_reads_heads_unequally_often(
     heads: int, kv_heads: int, received: tuple[tuple[int, ...], ...]
 ) -> None:
     assert split_heads(heads, kv_heads, len(received))[1] == received
-
-
-@pytest.mark.parametrize(("kv_heads", "most"), [(0, 1), (1, 1), (3, 3), (4, 4), (9, 4)])
-def test_groups_hold_each_head_once_beside_the_head_that_it_reads(kv_heads: int, most: int) -> None:
-    groups = head_groups(2 * kv_heads, kv_heads)
-    read = [[*range(2 * kv_heads)[heads]] for heads, _ in groups]
-    assert ([*chain(*read)], len(groups)) == ([*range(2 * kv_heads)], most)
-    assert read == [
-        [2 * kv + own for kv in range(kv_heads)[own_kv] for own in (0, 1)] for _, own_kv in groups
-    ]
 
 
 @spmd(2)
