@@ -215,9 +215,10 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any, kind: str) -> None
 def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) -> None:
     """Sums over blocks and ranks are made in float32, so four ranks err about as much as one.
 
-    On a GPU a kernel rounds each part of a result once more.
+    On another device than a CPU a kernel rounds each part of a result once more. If it computes
+    each part in float32, equal parts make the error 2^0.5 times as large.
     """
-    most = 1.3 if device().type == "cuda" else 1.1
+    most = {"cpu": 1.1, "cuda": 1.3}.get(device().type, 1.5)
     problem = replace(WHOLE, seq_len=128, kv_len=128, head_dim=16, dtype="bfloat16")
 
     def errors(group: sp.Communicator) -> Tensor:
