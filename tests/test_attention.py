@@ -32,7 +32,6 @@ from sp_core.mask import Mask
 
 attention_of: Any = local_attention
 """The function without its types: whether it returns one tensor or two depends on `return_lse`."""
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +89,7 @@ def test_attention_is_the_reference(row: Row, seed: int) -> None:
         {"q_positions": range(1, 14)},
     ],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", kernels.FLOATS)
 def test_the_comparison_fails_on_another_problem(
     change: dict[str, Any], dtype: torch.dtype
 ) -> None:
@@ -255,7 +254,7 @@ def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**-27, 1.0, 2.0**16, 2.0**28])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", kernels.FLOATS)
 def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(
     dtype: torch.dtype, scale: float
 ) -> None:
