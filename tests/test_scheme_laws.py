@@ -1,6 +1,5 @@
 """Test laws between the results of schemes. They need no reference."""
 
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from test_schemes import EVERY_SCHEME, on
 
 import sp_core as sp
 from sp_core.schemes.heads import split_heads
-from sp_core.segments import consecutive
 from sp_core.testing import device, given, spmd
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
@@ -77,12 +75,6 @@ def test_ulysses_exchanges_what_is_asked_for_at_once(comm: Any) -> None:
             q, kv = torch.ones(1, 2, 2, 4), torch.ones(1, keys.seq_len // 2, 2, 4)
             on(mesh, "ulysses")(q, kv, kv, sharding=whole, kv_sharding=keys, return_lse=return_lse)
             assert mesh["sp"].counters["all_to_all"].calls == calls
-
-
-def test_heads_are_taken_in_their_order_in_the_fewest_ranges() -> None:
-    for heads, ranges in (((), 0), ((3,), 1), ((0, 1, 2), 1), ((1, 1, 2), 2), ((0, 2, 3, 5), 3)):
-        parts = [*consecutive(heads)]
-        assert ([*chain(*parts)], len(parts)) == ([*heads], ranges)
 
 
 @EVERY_SCHEME
