@@ -26,8 +26,6 @@ from sp_core.attention import (
 )
 from sp_core.mask import Mask
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +42,7 @@ def tensor_on(device: str, dtype: torch.dtype, head_dim: int) -> Any:
 @example(head_dim=264, dtype=torch.bfloat16)
 @given(
     head_dim=st.integers(1, 300) | st.integers(1, 38).map(lambda n: 8 * n),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(kernels.FLOATS),
 )
 def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
     head_dim: int, dtype: torch.dtype
@@ -234,7 +232,9 @@ def test_the_cuda_kernel_of_a_partial_block_gets_its_mask(dtype: torch.dtype) ->
         assert (bias.stride(-1), bias.stride(2) * dtype.itemsize % 16) == (1, 0)
 
 
-@given(rows=st.integers(1, 9), columns=st.integers(1, 40), dtype=st.sampled_from(DTYPES[1:]))
+@given(
+    rows=st.integers(1, 9), columns=st.integers(1, 40), dtype=st.sampled_from(kernels.FLOATS[1:])
+)
 def test_the_mask_that_a_cuda_kernel_adds(rows: int, columns: int, dtype: torch.dtype) -> None:
     allowed = torch.rand(rows, columns) < 0.5
     bias = cuda.added(allowed, torch.empty(2, 3, rows, 8, dtype=dtype))

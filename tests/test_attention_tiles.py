@@ -17,6 +17,7 @@ from domains.declared import Row
 from domains.numeric import attended
 from hypothesis import given, settings, strategies as st
 from test_attention import LOCAL, judge, ran, rows as drawn_rows, there_and_back
+from test_mask import coverage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_core.attention import Logits, attend, attend_backward, function, kernels, packs, tiles
@@ -43,20 +44,6 @@ def causal(size: int, q_start: int = 0, kv_start: int = 0) -> Block:
     )
 
 
-def shown(block: Block) -> torch.Tensor:
-    """Return 1 for each visible pair of a block, and 0 for the others."""
-    part = torch.ones(block.shape, dtype=torch.int64)
-    return part.tril() if block.kind == "causal" else part
-
-
-def coverage(blocks: tuple[Block, ...], rows: int, columns: int) -> torch.Tensor:
-    """Return the number of blocks in which each pair is visible."""
-    count = torch.zeros(rows, columns, dtype=torch.int64)
-    for block in blocks:
-        count[block.queries, block.keys] += shown(block)
-    return count
-
-
 @pytest.mark.parametrize("cut", [halves, rows, strips])
 @settings(deadline=None)
 @given(
@@ -77,11 +64,8 @@ def test_tiles_show_each_visible_pair_once(
     )
     with patch.multiple(tiles, **SMALL) if small else nullcontext():
         blocks = tiled([block], cut, torch.empty(0))
-    whole = coverage((block,), block.q_stop, block.kv_stop)
-    assert torch.equal(coverage(blocks, *whole.shape), whole)
-    assert all(tile.pairs == int(shown(tile).sum()) for tile in blocks)
-    assert all(tile.kind == "full" or tile.shape[0] == tile.shape[1] for tile in blocks)
-    assert all(tile.pairs for tile in blocks)
+    shards = range(block.q_stop), range(block.kv_stop)
+    assert torch.equal(coverage(blocks, Mask(), *shards), coverage([block], Mask(), *shards))
 
 
 @EVERY_CUT

@@ -17,8 +17,13 @@ TOKENS, HEADS, HEAD_DIM = 6, 2, 4
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns of what it does itself
 
 
-def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return functions of this rank's tokens x (1, S/P, E) that communicate."""
+Program = tuple[Callable[[Tensor], Tensor], list[Tensor]]
+"""A function of this rank's tokens x (1, S/P, E), and the weights that it uses."""
+
+
+def programs(mesh: sp.Mesh) -> dict[str, Program]:
+    """Return programs that communicate."""
+    comm = mesh["tp"]
     sharding = sp.Sharding.contiguous(TOKENS, comm.size)
     block = sp.TransformerBlock(
         HEADS * HEAD_DIM, HEADS, comm=comm, attention=sp.ring_attention, mask=sp.Mask(causal=True)
@@ -26,6 +31,8 @@ def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
     changed = sp.FeedForward(HEADS * HEAD_DIM, comm=comm)
     changed.set_submodule("up", torch.nn.Sequential(changed.up, torch.nn.Tanh()))
     plan = sp.plan("all_reduce", torch.ones(3), comm=comm)
+    case = Case((4, 2), layers=1)
+    llama, tokens = case.model(mesh, tp_sp=True), case.tokens(1, TOKENS)
 
     def overlapped(x: Tensor) -> Tensor:
         pending = sp.all_gather_start(x * 2, comm=comm, dim=1)
@@ -42,43 +49,33 @@ def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
         assert inner.grad is not None
         return x * inner.grad
 
+    def modelled(x: Tensor) -> Tensor:
+        logits: Tensor = llama(tokens, sharding=sp.Sharding.contiguous(TOKENS, 1))
+        return x.sum() * logits.square()
+
     return {
-        "block": lambda x: block(x * 2, sharding=sharding).sin(),
-        "a layer with a changed part": lambda x: changed(x * 2).sin(),
-        "overlapped": overlapped,
-        "in place": in_place,
-        "differentiated inside": differentiated,
+        "block": (lambda x: block(x * 2, sharding=sharding).sin(), [*block.parameters()]),
+        "a layer with a changed part": (lambda x: changed(x * 2).sin(), [*changed.parameters()]),
+        "overlapped": (overlapped, []),
+        "in place": (in_place, []),
+        "differentiated inside": (differentiated, []),
+        "llama": (modelled, [*llama.parameters()]),
     }
 
 
 def test_compiled_programs_give_what_they_give_uncompiled() -> None:
     def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
+        with sp.Mesh(comm, tp=comm.size) as mesh:
             torch.manual_seed(0)
             whole = torch.randn(1, TOKENS, HEADS * HEAD_DIM)
             mine = sp.Sharding.contiguous(TOKENS, comm.size).shard(whole, comm.rank, 1)
-            for name, program in programs(mesh["sp"]).items():
+            for name, (program, weights) in programs(mesh).items():
                 found = []
                 for run in (program, torch.compile(program, backend="eager")):
                     x = mine.clone().requires_grad_()
                     out = run(x)
-                    found.append((out, *torch.autograd.grad(out.sum(), x)))
+                    found.append((out, *torch.autograd.grad(out.sum(), [x, *weights])))
                 torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, msg=name)
-
-    run_threads(2, body, timeout=300)
-    torch.compiler.reset()  # its caches hold communicators
-
-
-def test_a_compiled_llama_gives_what_it_gives_uncompiled() -> None:
-    case = Case((4, 2), layers=1)
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, tp=comm.size) as mesh:
-            model, found = case.model(mesh, tp_sp=True), []
-            for run in (model, torch.compile(model, backend="eager")):
-                out = run(case.tokens(1, TOKENS), sharding=sp.Sharding.contiguous(TOKENS, 1))
-                found.append((out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])))
-            torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
     run_threads(2, body, timeout=300)
     torch.compiler.reset()  # its caches hold communicators

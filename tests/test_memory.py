@@ -236,40 +236,35 @@ def test_a_causal_block_holds_no_mask_of_all_pairs(scale: float) -> None:
     assert live.peak < 8 * q.nbytes < 512 * 512
 
 
-@spmd(1, 2)
-def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
-    """Test forward and backward of a layer that every rank holds, and of one that is split."""
-    tokens, hidden, ffn, chunk = 1024, 4, 256, 32
-    x = torch.ones(1, tokens, hidden, requires_grad=True)
-    with sp.Mesh(comm, tp=comm.size) as mesh:
-        group, one = mesh["tp"], ffn // comm.size
-        heads, kind = (comm.size, comm.size), torch.float32
-        split = ParallelBlock(hidden, ffn, heads, 1, 1e-6, comm=group, dtype=kind, tp_sp=False)
-        for weight in split.parameters():  # they are uninitialised
-            torch.nn.init.ones_(weight)
-        layers: list[tuple[int, Any]] = [
-            (ffn, sp.FeedForward(hidden, ffn, comm=group, gated=True, chunk=chunk)),
-            (one, lambda x: split(x, lambda q: q, lambda q, k, v: q, None, chunk)),
-        ]
-        for features, layer in layers:
-            with LiveBytes((x,)) as live:
-                layer(x).sum().backward()
-            every = tokens * features * x.itemsize
-            weights = 3 * hidden * features * x.itemsize
-            assert live.peak <= 8 * chunk * features * x.itemsize + 40 * x.nbytes + 4 * weights
-            assert live.peak < every
-
-
-def feed_forward(mesh: sp.Mesh, chunk: int) -> tuple[Sequence[Tensor], Any]:
-    layer = sp.FeedForward(4, comm=mesh["sp"], gated=True, chunk=chunk)
+def feed_forward(mesh: sp.Mesh, chunk: int, ffn: int = 8) -> tuple[Sequence[Tensor], Any]:
+    layer = sp.FeedForward(4, ffn, comm=mesh["sp"], gated=True, chunk=chunk)
     return [*layer.parameters()], layer
 
 
-def split_block(mesh: sp.Mesh, chunk: int) -> tuple[Sequence[Tensor], Any]:
+def split_block(mesh: sp.Mesh, chunk: int, ffn: int = 8) -> tuple[Sequence[Tensor], Any]:
     heads: Any = (mesh.size, mesh.size)
-    block = ParallelBlock(4, 8, heads, 1, 1e-6, comm=mesh["sp"], dtype=torch.float32, tp_sp=False)
+    block = ParallelBlock(4, ffn, heads, 1, 1e-6, comm=mesh["sp"], dtype=torch.float32, tp_sp=False)
     given: Any = (lambda q: q, lambda q, k, v: q + k + v, None, chunk)
     return [*block.parameters()], lambda x: block(x, *given)
+
+
+@pytest.mark.parametrize("made", [feed_forward, split_block])
+@spmd(1, 2)
+def test_a_feed_forward_holds_the_features_of_one_chunk(
+    comm: Any, made: Callable[..., Any]
+) -> None:
+    tokens, ffn, chunk = 1024, 256, 32
+    x = torch.ones(1, tokens, 4, requires_grad=True)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        weights, layer = made(mesh, chunk, ffn)
+        for weight in weights:  # some are uninitialised
+            torch.nn.init.ones_(weight)
+        with LiveBytes((x,)) as live:
+            layer(x).sum().backward()
+    features = x.itemsize * (ffn if made is feed_forward else ffn // comm.size)
+    three = 3 * 4 * features  # the bytes of the three weights of a feed-forward
+    assert live.peak <= 8 * chunk * features + 40 * x.nbytes + 4 * three
+    assert live.peak < tokens * features
 
 
 def loss_of_hidden_states(mesh: sp.Mesh, chunk: int) -> tuple[Sequence[Tensor], Any]:

@@ -192,12 +192,6 @@ def test_a_pipeline_returns_when_its_messages_have_left(comm: Any) -> None:
         tokens = torch.ones(1, 5, dtype=torch.int64)
         forward(model, [model.one_pass(tokens, sharding, sp.Mask(causal=True), KEEP_ALL)])
         assert link.clock() >= link._out
-        sent, count = comm.rank < 2, mesh["pp"].counters["pipeline"]
-        assert (count.calls, count.messages, count.bytes_sent) == (
-            1,
-            sent,
-            sent * tokens.nbytes * 10,
-        )
 
 
 @given(lengths=LENGTHS, size=st.integers(1, 8), most=st.integers(1, 200))

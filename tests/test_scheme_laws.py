@@ -1,6 +1,5 @@
 """Test laws between the results of schemes. They need no reference."""
 
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from oracle.strategies import AttentionProblem, attention_problems
 from test_schemes import EVERY_SCHEME, on
 
 import sp_core as sp
-from sp_core.schemes.heads import head_groups, split_heads
-from sp_core.segments import consecutive
+from sp_core.schemes.heads import split_heads
 from sp_core.testing import device, given, spmd
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
@@ -68,16 +66,6 @@ def test_a_rank_receives_a_head_once_unless_it_reads_heads_unequally_often(
     assert split_heads(heads, kv_heads, len(received))[1] == received
 
 
-@pytest.mark.parametrize(("kv_heads", "most"), [(0, 1), (1, 1), (3, 3), (4, 4), (9, 4)])
-def test_groups_hold_each_head_once_beside_the_head_that_it_reads(kv_heads: int, most: int) -> None:
-    groups = head_groups(2 * kv_heads, kv_heads)
-    read = [[*range(2 * kv_heads)[heads]] for heads, _ in groups]
-    assert ([*chain(*read)], len(groups)) == ([*range(2 * kv_heads)], most)
-    assert read == [
-        [2 * kv + own for kv in range(kv_heads)[own_kv] for own in (0, 1)] for _, own_kv in groups
-    ]
-
-
 @spmd(2)
 def test_ulysses_exchanges_what_is_asked_for_at_once(comm: Any) -> None:
     with sp.Mesh(comm, sp=2) as mesh:
@@ -87,12 +75,6 @@ def test_ulysses_exchanges_what_is_asked_for_at_once(comm: Any) -> None:
             q, kv = torch.ones(1, 2, 2, 4), torch.ones(1, keys.seq_len // 2, 2, 4)
             on(mesh, "ulysses")(q, kv, kv, sharding=whole, kv_sharding=keys, return_lse=return_lse)
             assert mesh["sp"].counters["all_to_all"].calls == calls
-
-
-def test_heads_are_taken_in_their_order_in_the_fewest_ranges() -> None:
-    for heads, ranges in (((), 0), ((3,), 1), ((0, 1, 2), 1), ((1, 1, 2), 2), ((0, 2, 3, 5), 3)):
-        parts = [*consecutive(heads)]
-        assert ([*chain(*parts)], len(parts)) == ([*heads], ranges)
 
 
 @EVERY_SCHEME

@@ -1,4 +1,4 @@
-"""Test what the device `late` does, and that collectives on it equal their definitions."""
+"""Test what the device `late` does, and what only streams and memory of a device can show."""
 
 import sys
 from collections.abc import Iterator
@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from mpi4py import MPI
-from oracle.collective_cases import Case, cases
-from oracle.ways import Way, ways
 
 import sp_core as sp
 from device.build import load
@@ -19,7 +16,7 @@ from device.plugin import TRANSPORTS
 from sp_core.attention.cuda import on_device
 from sp_core.launch.bounded import bounded
 from sp_core.schedules import operation
-from sp_core.testing import device, given, run_threads, spmd
+from sp_core.testing import device, run_threads, spmd
 from sp_core.transport import Handle, cuda, on_stream
 from sp_core.transport.cuda_aware import DeviceTransport
 from sp_core.transport.distributed import DistributedTransport
@@ -199,18 +196,6 @@ def test_an_error_about_shared_memory_advises_a_transport_of_the_device(
         pytest.raises(sp.RankError, match=r"empty_cache\(\).* transport='pipelined'"),
     ):
         sp.shared_empty((1 << 40,), comm=mesh["sp"])
-
-
-@given(case=cases(), way=ways(), turns=st.integers(1, 2))
-def test_a_collective_equals_its_definition(comm: Any, case: Case, way: Way, turns: int) -> None:
-    """The input's computation is still queued, and the result is used at once."""
-    transport = {"transport": way["transport"]}
-    with sp.Mesh(comm, device=device(), **transport, sp=comm.size) as mesh:
-        inputs = case.inputs(comm.size)
-        for _ in range(turns):
-            result = case.call(inputs[comm.rank].to(mesh.device).clone(), mesh["sp"]).clone()
-            assert result.device == mesh.device
-            assert torch.equal(result.cpu(), case.expected(inputs, comm.rank, comm.size))
 
 
 def three_streams() -> Iterator[list[torch.Stream]]:

@@ -116,22 +116,16 @@ class AttentionProblem:
         given: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap}
         given["alibi"] = slopes(self.kv_heads * self.group, self.alibi)
         if self.sinks is not None:
-            generator = torch.Generator().manual_seed(self.seed + 3)
-            heads = torch.randn(self.kv_heads * self.group, generator=generator)
+            heads = self._normal(3, self.kv_heads * self.group)
             given["sinks"] = (heads * self.sinks).to(self.torch_dtype)
         return {name: value for name, value in given.items() if value is not None}
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of the whole sequence, in the problem's dtype and without gradient."""
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def normal(length: int, heads: int) -> Tensor:
-            return torch.randn(
-                self.batch, length, heads, self.head_dim, generator=generator, dtype=torch.float64
-            )
-
-        q = normal(self.seq_len, self.kv_heads * self.group) * self.magnitude
-        k, v = normal(self.kv_len, self.kv_heads), normal(self.kv_len, self.kv_heads)
+        queries = (self.batch, self.seq_len, self.kv_heads * self.group, self.head_dim)
+        keys = (self.batch, self.kv_len, self.kv_heads, self.head_dim)
+        q = self._normal(0, *queries) * self.magnitude
+        k, v = self._normal(4, *keys), self._normal(5, *keys)
         if self.values == "constant":
             v = torch.ones_like(v)
         elif self.values == "cancelling":
@@ -142,15 +136,13 @@ class AttentionProblem:
 
     def upstream_gradient(self) -> Tensor:
         """Return the gradient of the output of the whole sequence."""
-        generator = torch.Generator().manual_seed(self.seed + 1)
         shape = (self.batch, self.seq_len, self.kv_heads * self.group, self.head_dim)
-        grad = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if self.upstream == "one token" and self.seq_len:
-            token = self.seed % self.seq_len
-            grad[:, :token] = 0
-            grad[:, token + 1 :] = 0
+        grad = self._normal(1, *shape)
+        if self.upstream == "one token":
+            token = torch.arange(self.seq_len) == self.seed % max(self.seq_len, 1)
+            grad = grad * token[:, None, None]
         elif self.upstream == "expanded":
-            grad = torch.randn(1, generator=generator, dtype=torch.float64)
+            grad = self._normal(1, 1)
         elif self.upstream == "zero":
             grad = torch.zeros(1, dtype=torch.float64)
         return grad.to(self.torch_dtype).expand(shape)
@@ -159,13 +151,13 @@ class AttentionProblem:
         """Return the gradient of the log-sum-exp (B, H, S) for every third seed, else None."""
         if self.seed % 3:
             return None
-        generator = torch.Generator().manual_seed(self.seed + 2)
-        shape = (self.batch, self.kv_heads * self.group, self.seq_len)
-        return (
-            torch.randn(shape, generator=generator, dtype=torch.float64)
-            .to(self.torch_dtype)
-            .double()
-        )
+        grad = self._normal(2, self.batch, self.kv_heads * self.group, self.seq_len)
+        return grad.to(self.torch_dtype).double()
+
+    def _normal(self, number: int, *shape: int) -> Tensor:
+        """Return normally distributed float64 numbers, others for each `number`."""
+        generator = torch.Generator().manual_seed(self.seed + number)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def listed(length: int, size: int, start: int) -> Sharding:
