@@ -303,22 +303,6 @@ def test_each_part_of_a_communicator_has_a_name_of_its_own(comm: Any) -> None:
         each.Free()
 
 
-@spmd(2)
-def test_what_starts_an_operation_returns_a_request_of_mpi(comm: Any) -> None:
-    """Also if the operation begins only when all ranks have called it."""
-    into = np.zeros((3, 8))
-    requests = [
-        comm.Iallgather(numbers(comm, 4), into[0]),
-        comm.Iallreduce(numbers(comm), into[1]),
-        comm.Irecv(into[2], comm.rank),
-        comm.Isend(numbers(comm), comm.rank),
-    ]
-    assert all(isinstance(request, MPI.Request) for request in requests)
-    MPI.Request.Waitall(requests)
-    expected = [0, 1, 2, 3, 100, 101, 102, 103], 100 + 2 * np.arange(8), numbers(comm)
-    np.testing.assert_array_equal(into, expected)
-
-
 def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
