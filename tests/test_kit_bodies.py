@@ -188,15 +188,6 @@ def test_what_a_rank_does_to_its_arguments_no_other_rank_and_no_report_sees() ->
     assert_told(text, "long", "@example(nprocs=2, numbers=[0, 0, 0])")
 
 
-@given(nprocs=2, numbers=st.lists(st.integers(0, 9), min_size=1))
-def test_arguments_that_a_body_empties_are_whole_in_every_run(
-    comm: Any, numbers: list[int]
-) -> None:
-    comm.Barrier()
-    assert numbers
-    numbers.clear()
-
-
 @pytest.mark.mpi  # one report is made of those of all ranks
 def test_subtests_are_refused(subtests: Any) -> None:
     @spmd(1)
