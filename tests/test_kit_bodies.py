@@ -147,16 +147,6 @@ LATER: st.SearchStrategy[int] = st.just(7)
 
 
 @pytest.mark.parametrize(
-    "nprocs", [st.just(x) for x in (0, "2", 2.0, (), (1, 1), (-1,), ("0",), 129)]
-)
-def test_drawn_ranks_that_are_none_are_refused(nprocs: Any) -> None:
-    """Threads may be up to 128. A launch skips a test that needs more ranks."""
-    expected = (ValueError, RankFailure, pytest.skip.Exception)
-    with pytest.raises(expected, match=r"neither a number of ranks|fits a launch"):
-        given(nprocs)(lambda comm: None)()
-
-
-@pytest.mark.parametrize(
     "decorator", [example(nprocs=1), settings(max_examples=3), seed(1), reproduce_failure("", b"")]
 )
 def test_decorators_of_hypothesis_are_refused_where_nothing_is_drawn(decorator: Any) -> None:

@@ -23,7 +23,6 @@ from sp_core.testing.signatures import (
     exchange,
     flow,
     op_name,
-    op_of,
     require_reducible,
     view,
 )
@@ -354,12 +353,6 @@ def test_messages_between_two_ranks_are_numbered_but_not_those_of_neighbours(op:
     assert [(x.dest, *x[2:]) for x in call.sends] == expected
     assert [(x.source, *x[2:]) for x in call.receives] == expected
     assert {x.source for x in call.sends} == {x.dest for x in call.receives} == {0}
-
-
-@pytest.mark.parametrize("op", COLLECTIVES)
-def test_every_form_of_a_collective_is_known(op: str) -> None:
-    assert [*map(op_of, (op, f"I{op.lower()}", f"{op}_init"))] == [op] * 3
-    assert not any(map(op_of, (op.lower(), f"{op}s", "Isend", "Send_init", "")))
 
 
 @pytest.mark.parametrize("later", [False, True])

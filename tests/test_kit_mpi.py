@@ -7,6 +7,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
@@ -186,16 +187,6 @@ def test_a_checked_communicator_may_take_the_place_of_mpis(
         twin.Free()
 
 
-def test_a_wrong_number_of_objects_for_neighbours_stops_the_others_too() -> None:
-    @spmd(2)
-    def body(comm: Any) -> None:
-        comm.Create_cart([2], [True]).neighbor_alltoall([0] * (2 + comm.rank))
-
-    text = failure_of(body)
-    assert text.startswith("RankFailure[ValueError")
-    assert_told(text, "3 objects for 2 ranks", "rank 0: stopped: PeerFailed")
-
-
 @pytest.mark.parametrize(
     ("op", "right", "wrong", "said"),
     [
@@ -203,12 +194,16 @@ def test_a_wrong_number_of_objects_for_neighbours_stops_the_others_too() -> None
         ("Split_type", MPI.COMM_TYPE_SHARED, None, "Split_type on rank 1 of 2: an integer"),
         ("Create", MPI.COMM_SELF.Get_group(), None, "NoneType"),
         ("Create", MPI.COMM_SELF.Get_group(), MPI.GROUP_NULL, "nvalid group"),
+        ("neighbor_alltoall", [0] * 2, [0] * 3, "3 objects for 2 ranks"),
     ],
 )
-def test_a_wrong_argument_for_a_new_communicator_stops_the_others_too(
+def test_a_wrong_argument_of_one_rank_stops_the_others_too(
     op: str, right: object, wrong: object, said: str
 ) -> None:
-    text = as_two(lambda comm: getattr(comm, op)(right), lambda comm: getattr(comm, op)(wrong))
+    def call(given: object, comm: Any) -> None:
+        getattr(comm.Create_cart([2], [True]), op)(given)
+
+    text = as_two(partial(call, right), partial(call, wrong))
     assert_told(text, said, "rank 0: stopped: PeerFailed")
 
 

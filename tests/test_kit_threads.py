@@ -339,23 +339,6 @@ def test_a_wait_sleeps_longer_each_time_and_then_looks_for_a_deadlock(
     ]
 
 
-def test_a_long_wait_of_processes_says_what_it_waits_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(carriers, "AFTER_SECONDS", 0.0)
-
-    def steps() -> Steps[str]:
-        yield
-        yield
-        return ""
-
-    stuck = Mock()
-    for ending in (True, False):
-        found = carriers.MpiCarrier(MPI.COMM_SELF, stuck).drive(steps(), "a wait", ending=ending)
-        assert found == carriers.MpiCarrier(MPI.COMM_SELF).drive(steps(), "a wait") == ""
-        assert stuck.call_args == call("a wait", ending)
-
-
 def test_a_wait_goes_on_after_a_receive_that_the_rank_itself_has_posted() -> None:
     """Else a rank that sends to itself would sleep for ever after it has posted the receive."""
 
