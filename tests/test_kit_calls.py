@@ -117,32 +117,25 @@ def arguments(
     return made
 
 
-DIFFERENT: dict[str, dict[str, Any]] = {
-    "count": {"n": 3},
-    "datatype": {"dtype": "i8"},
-    "root": {"root": 1},
-    "reduction": {"reduction": "MAX"},
-    "operation": {},
-    "nothing": {},
+DIFFERENT: dict[str, tuple[set[str], dict[str, Any]]] = {
+    "count": ({"buf", "sendbuf"}, {"n": 3}),
+    "datatype": ({"buf", "sendbuf"}, {"dtype": "i8"}),
+    "root": ({"root"}, {"root": 1}),
+    "reduction": ({"op"}, {"reduction": "MAX"}),
+    "operation": (set(), {}),
+    "nothing": (set(), {}),
 }
-"""Changes of one rank's arguments, each valid by itself. "operation" and "nothing" change the call.
+"""Changes of one rank's arguments, each valid by itself, and the parameters of which one is needed.
+
+"operation" and "nothing" change the call.
 """
-
-
-def concerns(difference: str, op: str) -> bool:
-    """Return whether an operation has the argument that a difference changes."""
-    needs = {
-        "count": {"buf", "sendbuf"},
-        "datatype": {"buf", "sendbuf"},
-        "root": {"root"},
-        "reduction": {"op"},
-    }
-    return difference not in needs or bool(needs[difference] & COLLECTIVES[op].keys())
 
 
 @pytest.mark.parametrize("difference", DIFFERENT)
 def test_every_collective_in_which_a_rank_differs_is_reported_on_all(difference: str) -> None:
-    for number, op in enumerate(op for op in offered() if concerns(difference, op)):
+    needs, changes = DIFFERENT[difference]
+    concerned = [op for op in offered() if not needs or needs & COLLECTIVES[op].keys()]
+    for number, op in enumerate(concerned):
         forms = [op, f"I{op.lower()}", *([f"{op}_init"] if tier() == "mpi" else [])]
         form = forms[(number + len(difference)) % len(forms)]
 
@@ -153,9 +146,7 @@ def test_every_collective_in_which_a_rank_differs_is_reported_on_all(difference:
             if odd and difference == "operation":
                 form, op = other, other
             if not (odd and difference == "nothing"):
-                begun = getattr(comm, form)(
-                    **arguments(op, comm, **(DIFFERENT[difference] if odd else {}))
-                )
+                begun = getattr(comm, form)(**arguments(op, comm, **(changes if odd else {})))
                 waits = begun is None or begun.Wait()
                 assert waits
 

@@ -132,18 +132,6 @@ def test_what_ranks_that_are_threads_cannot_do_is_told(ranks: int, said: str, bo
         run_threads(ranks, body)
 
 
-def test_reductions_add_in_rank_order() -> None:
-    """A different order would round differently."""
-    parts = [1.0, 1e16, -1e16, 3.0]
-
-    def body(comm: Any) -> float:
-        total = np.empty(1)
-        comm.Allreduce(np.array([parts[comm.rank]]), total)
-        return float(total[0])
-
-    assert run_threads(4, body) == [((1.0 + 1e16) - 1e16) + 3.0] * 4
-
-
 def ring(comm: Any, meddle: str) -> float:
     """Pass a number to the next rank in a ring; `meddle` names a buffer to touch too early."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
