@@ -26,7 +26,7 @@ from sp_core.testing.signatures import (
     require_reducible,
     view,
 )
-from sp_core.testing.specs import Part, read
+from sp_core.testing.specs import Part
 
 Array = np.ndarray[Any, Any]
 REDUCTIONS = {op: names for op, names in COLLECTIVES.items() if "op" in names}
@@ -135,14 +135,6 @@ def assert_moved(op: str, flows: list[Flow], calls: list[Call]) -> None:
         assert into.tolist() == [*due, *before[len(due) :]]
 
 
-def told(op: str, values: dict[str, Any], numbers: dict[str, int]) -> str:
-    """Return a rank's arguments as text, with the numbers of ranks that its buffers are for."""
-    specs = {name: read(values[name], COLLECTIVES[op][name], n) for name, n in numbers.items() if n}
-    texts = {name: spec.text for name, spec in specs.items()}
-    texts |= {"root": str(values["root"])} if "root" in values else {}
-    return ", ".join(f"{name}={text}" for name, text in texts.items())
-
-
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("op", MOVES)
@@ -160,16 +152,6 @@ def test_what_is_said_to_move_is_what_the_collective_moves(op: str, inside: bool
             call = flows[rank].call(op, rank)
             assert call.sends == [x for x in messages.values() if x.source == rank]
             assert call.receives == [x for x in messages.values() if x.dest == rank]
-            ends = data if op != "Bcast" else others
-            numbers = {
-                "buf": len(others),
-                "sendbuf": sum(i == rank for i, _ in ends),
-                "recvbuf": sum(j == rank for _, j in ends),
-            }
-            used = {
-                x: n for x, n in numbers.items() if x in values and values[x] is not MPI.IN_PLACE
-            }
-            assert call.text == told(op, values, used)
             assert (call.op, call.equal) == (op, (values.get("root"),))
         assert_moved(op, flows, calls)
 

@@ -37,7 +37,7 @@ RECEIVES = sorted({"recv", "irecv", "Recv", "Irecv", "Recv_init"} | PROBES)
 KINDS, WAYS = ("Wait", "Test", "wait", "test"), ("", "any", "all", "some")
 
 
-def numbers(comm: Any, n: int) -> np.ndarray[Any, Any]:
+def numbers(comm: Any, n: int = 8) -> np.ndarray[Any, Any]:
     """Return numbers that differ by rank and place."""
     return np.arange(n) + 10.0 * (1 + int(comm.rank))
 

@@ -19,6 +19,7 @@ from kit.failing import as_two, assert_told, failure_of
 from kit.wrong_calls import ON_PROCESSES, STUCK
 from mpi4py import MPI
 from test_kit_calls import assert_clean
+from test_kit_messages import numbers
 
 from sp_core.testing import CheckedComm, carriers, checked, messages, requests, spmd
 from sp_core.testing.comm import LockstepComm
@@ -26,12 +27,6 @@ from sp_core.testing.lockstep import UNCOUNTED
 from sp_core.testing.specs import Part
 
 pytestmark = pytest.mark.mpi  # ranks that are threads do not have these calls
-
-
-def numbers(comm: Any, n: int = 8) -> np.ndarray[Any, Any]:
-    """Return numbers that differ by rank and place."""
-    first = 100.0 * comm.rank
-    return np.arange(first, first + n)
 
 
 def replaced(comm: Any) -> object:
