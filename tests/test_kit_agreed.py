@@ -31,24 +31,18 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return found
 
 
-class Control:
-    """Exchange values with ranks whose values are given, as `others`; this rank is `rank`."""
-
-    def __init__(self, rank: int, others: list[Any]) -> None:
-        self.rank, self.others = rank, others
-
-    def gather(self, value: Any) -> list[Any]:
-        return [*self.others[: self.rank], value, *self.others[self.rank :]]
-
-
 def ranks_of(folder: Path, rank: int, *others: Any) -> Any:
     """Return the plugin of one rank, without its constructor; `others` are the others' values."""
+
+    def gather(value: Any) -> list[Any]:
+        return [*others[:rank], value, *others[rank:]]
+
     made = object.__new__(Ranks)
     vars(made).update(
         rank=rank,
         size=1 + len(others),
         config=SimpleNamespace(option=SimpleNamespace(), cache=None),
-        control=Control(rank, [*others]),
+        control=SimpleNamespace(gather=gather),
         _session=Session(),
         _watch=Mock(directory=folder),
         _lost=False,

@@ -147,16 +147,6 @@ LATER: st.SearchStrategy[int] = st.just(7)
 
 
 @pytest.mark.parametrize(
-    "nprocs", [st.just(x) for x in (0, "2", 2.0, (), (1, 1), (-1,), ("0",), 129)]
-)
-def test_drawn_ranks_that_are_none_are_refused(nprocs: Any) -> None:
-    """Threads may be up to 128. A launch skips a test that needs more ranks."""
-    expected = (ValueError, RankFailure, pytest.skip.Exception)
-    with pytest.raises(expected, match=r"neither a number of ranks|fits a launch"):
-        given(nprocs)(lambda comm: None)()
-
-
-@pytest.mark.parametrize(
     "decorator", [example(nprocs=1), settings(max_examples=3), seed(1), reproduce_failure("", b"")]
 )
 def test_decorators_of_hypothesis_are_refused_where_nothing_is_drawn(decorator: Any) -> None:
@@ -186,15 +176,6 @@ def test_what_a_rank_does_to_its_arguments_no_other_rank_and_no_report_sees() ->
     text = failure_of(body)
     assert "ranks differ" not in text
     assert_told(text, "long", "@example(nprocs=2, numbers=[0, 0, 0])")
-
-
-@given(nprocs=2, numbers=st.lists(st.integers(0, 9), min_size=1))
-def test_arguments_that_a_body_empties_are_whole_in_every_run(
-    comm: Any, numbers: list[int]
-) -> None:
-    comm.Barrier()
-    assert numbers
-    numbers.clear()
 
 
 @pytest.mark.mpi  # one report is made of those of all ranks

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from kit.failing import as_two, assert_told, failure_of
 from kit.wrong_calls import (
     CALLS_THAT_DIFFER,
@@ -19,8 +18,9 @@ from kit.wrong_calls import (
     sent,
 )
 from mpi4py import MPI
+from test_kit_flows import offered
 
-from sp_core.testing import ThreadComm, carriers, given, spmd, tier
+from sp_core.testing import carriers, spmd, tier
 from sp_core.testing.checked import AGREED, LOCAL, CheckedComm
 from sp_core.testing.messages import MESSAGES, PROBES
 from sp_core.testing.requests import UNCHECKED
@@ -117,37 +117,25 @@ def arguments(
     return made
 
 
-DIFFERENT: dict[str, dict[str, Any]] = {
-    "count": {"n": 3},
-    "datatype": {"dtype": "i8"},
-    "root": {"root": 1},
-    "reduction": {"reduction": "MAX"},
-    "operation": {},
-    "nothing": {},
+DIFFERENT: dict[str, tuple[set[str], dict[str, Any]]] = {
+    "count": ({"buf", "sendbuf"}, {"n": 3}),
+    "datatype": ({"buf", "sendbuf"}, {"dtype": "i8"}),
+    "root": ({"root"}, {"root": 1}),
+    "reduction": ({"op"}, {"reduction": "MAX"}),
+    "operation": (set(), {}),
+    "nothing": (set(), {}),
 }
-"""Changes of one rank's arguments, each valid by itself. "operation" and "nothing" change the call.
+"""Changes of one rank's arguments, each valid by itself, and the parameters of which one is needed.
+
+"operation" and "nothing" change the call.
 """
-
-
-def concerns(difference: str, op: str) -> bool:
-    """Return whether an operation has the argument that a difference changes."""
-    needs = {
-        "count": {"buf", "sendbuf"},
-        "datatype": {"buf", "sendbuf"},
-        "root": {"root"},
-        "reduction": {"op"},
-    }
-    return difference not in needs or bool(needs[difference] & COLLECTIVES[op].keys())
-
-
-def offered() -> list[str]:
-    """Return the collectives that this tier's communicator has: threads or MPI."""
-    return [op for op in COLLECTIVES if tier() == "mpi" or hasattr(ThreadComm, op)]
 
 
 @pytest.mark.parametrize("difference", DIFFERENT)
 def test_every_collective_in_which_a_rank_differs_is_reported_on_all(difference: str) -> None:
-    for number, op in enumerate(op for op in offered() if concerns(difference, op)):
+    needs, changes = DIFFERENT[difference]
+    concerned = [op for op in offered() if not needs or needs & COLLECTIVES[op].keys()]
+    for number, op in enumerate(concerned):
         forms = [op, f"I{op.lower()}", *([f"{op}_init"] if tier() == "mpi" else [])]
         form = forms[(number + len(difference)) % len(forms)]
 
@@ -158,35 +146,12 @@ def test_every_collective_in_which_a_rank_differs_is_reported_on_all(difference:
             if odd and difference == "operation":
                 form, op = other, other
             if not (odd and difference == "nothing"):
-                begun = getattr(comm, form)(
-                    **arguments(op, comm, **(DIFFERENT[difference] if odd else {}))
-                )
+                begun = getattr(comm, form)(**arguments(op, comm, **(changes if odd else {})))
                 waits = begun is None or begun.Wait()
                 assert waits
 
         text = failure_of(body)
         assert text.startswith("RankFailure[CollectiveMismatch]"), (form, text)
-
-
-@given(
-    nprocs=st.integers(1, 4),
-    n=st.integers(0, 3),
-    form=st.sampled_from(["", "I", *(["_init"] if tier() == "mpi" else [])]),
-    max_examples=12,
-)
-def test_every_collective_passes_where_all_ranks_do_the_same(comm: Any, n: int, form: str) -> None:
-    for op in offered():
-        on = comm.Create_cart([comm.size], [True]) if op.startswith("Neighbor") else comm
-        name = op + form if form == "_init" else form + (op.lower() if form else op)
-        request = getattr(on, name)(**arguments(op, on, n, reduction="MAX"))
-        if form == "_init":
-            request.Start()
-        if form:
-            request.Wait()
-        if form == "_init":
-            request.Free()
-        if on is not comm:
-            on.Free()
 
 
 DIFFERENCES = CALLS_THAT_DIFFER | MESSAGES_THAT_DIFFER | (ON_PROCESSES if tier() == "mpi" else {})

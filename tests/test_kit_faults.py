@@ -194,9 +194,18 @@ def too_long(comm: Any) -> None:
         comm.Sendrecv(np.ones(2), peer, 0, np.ones(1), peer, 0)
 
 
+def stuck(comm: Any) -> None:
+    """Expect the error of a deadlock."""
+    with pytest.raises(CollectiveMismatch, match="every rank waits and none can go on"):
+        comm.recv(source=1 - comm.rank)
+
+
 @pytest.mark.parametrize(
     "body",
-    [caught, caught_on_a_twin, expected, freed, pytest.param(too_long, marks=pytest.mark.mpi)],
+    [
+        *(caught, caught_on_a_twin, expected, freed),
+        *(pytest.param(body, marks=pytest.mark.mpi) for body in (too_long, stuck)),
+    ],
 )
 def test_an_example_in_which_a_check_raised_is_not_repeated_without_checks(
     monkeypatch: pytest.MonkeyPatch, body: Any

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from sp_core.testing import ThreadComm, spmd, tier
 from sp_core.testing.lockstep import Message
 from sp_core.testing.signatures import (
     _UFUNCS,
@@ -22,11 +23,10 @@ from sp_core.testing.signatures import (
     exchange,
     flow,
     op_name,
-    op_of,
     require_reducible,
     view,
 )
-from sp_core.testing.specs import Part, read
+from sp_core.testing.specs import Part
 
 Array = np.ndarray[Any, Any]
 REDUCTIONS = {op: names for op, names in COLLECTIVES.items() if "op" in names}
@@ -39,7 +39,7 @@ def edges(p: int, rank: int) -> tuple[list[int], list[int]]:
     return [(rank - 1) % p], [(rank + 1) % p]
 
 
-def sent(op: str, p: int, root: int, *, symmetric: bool) -> dict[tuple[int, int], Array]:
+def sent(op: str, p: int, root: int, n: int, *, symmetric: bool) -> dict[tuple[int, int], Array]:
     """Return the numbers that each rank sends to each rank in a collective, by its definition."""
     pairs = [*itertools.product(range(p), range(p))]
     if "root" in MOVES[op]:
@@ -49,7 +49,7 @@ def sent(op: str, p: int, root: int, *, symmetric: bool) -> dict[tuple[int, int]
     made = {}
     for i, j in pairs:
         to = j if "Scatter" in op or "to" in op else 0
-        count = (i + to + i * to * (not symmetric)) % 3 if op.endswith(("v", "w")) else 2
+        count = (i + to + i * to * (not symmetric)) % 3 if op.endswith(("v", "w")) else n
         made[i, j] = 100.0 * i + 10 * to + np.arange(count)
     return made
 
@@ -66,10 +66,16 @@ def joined(parts: list[Array], form: str) -> tuple[Array, Any]:
     }.get(form, buffer)
 
 
+Call = tuple[dict[str, Any], Array, Array]
+"""A rank's arguments, its receive buffer, and the numbers that this buffer has in the end."""
+
+
 def moving(
     op: str, p: int, rank: int, root: int, data: dict[tuple[int, int], Array], *, inside: bool
-) -> tuple[dict[str, Any], Array, Array]:
-    """Return a rank's arguments, its receive buffer, and what the buffer holds afterwards."""
+) -> Call:
+    """Return a rank's call of a collective that moves `data`; `inside`: in place, if it may be."""
+    at_root = op.startswith(("Gather", "Scatter"))
+    inside = inside and (op.startswith("All") or (at_root and rank == root))
     out = [part for (source, _), part in data.items() if source == rank]
     came = {source: part for (source, dest), part in data.items() if dest == rank}
     form = MOVES[op]["sendbuf"]
@@ -89,22 +95,44 @@ def moving(
     return values | ({"root": root} if "root" in MOVES[op] else {}), into, after
 
 
-def moved(op: str, flows: list[Flow]) -> None:
-    """Move the data between all ranks as their flows say."""
+WEIGHTS = (1.0, 1e16, -1e16, 3.0) if tier() == "threads" else (1.0, 10.0, 100.0, 1000.0)
+"""The factors of the numbers of each rank. Threads add in rank order: another one would round."""
+
+
+def reducing(op: str, p: int, rank: int, root: int, n: int, *, inside: bool, given: bool) -> Call:
+    """Return a rank's call of a reduction; `given`: with counts that differ, if it has counts."""
+    counts = [n + given * other % 2 for other in range(p)]
+    number = {"Reduce_scatter": sum(counts), "Reduce_scatter_block": n * p}.get(op, n)
+    data = [weight * np.arange(1, number + 1) for weight in WEIGHTS[:p]]
+    shares = {"Reduce_scatter": counts, "Reduce_scatter_block": [n] * p}.get(op)
+    total, here = np.sum(data, axis=0), op != "Reduce" or rank == root
+    due: Any = {"Scan": sum(data[: rank + 1]), "Exscan": sum(data[:rank])}.get(op, total)
+    if shares:
+        due = total[sum(shares[:rank]) :][: shares[rank]]
+    own = inside and here
+    into = data[rank].copy() if own else np.full(number if np.ndim(due) == 0 else len(due), -1.0)
+    values: dict[str, Any] = {
+        "sendbuf": None if own else data[rank],
+        "recvbuf": into if here else None,
+        "root": root,
+        "op": MPI.SUM,
+        "recvcounts": counts if given or inside else None,
+    }
+    is_changed = here and (op, rank) != ("Exscan", 0)
+    return {name: values[name] for name in REDUCTIONS[op]}, into, due if is_changed else into[:0]
+
+
+def assert_moved(op: str, flows: list[Flow], calls: list[Call]) -> None:
+    """Move the data between all ranks as their flows say, and check where they end."""
+    befores = [into.copy() for _, into, _ in calls]
     parts = [
         {source: contribution(flows[source], rank) for source, _ in mine.takes}
         for rank, mine in enumerate(flows)
     ]
     for rank, came in enumerate(parts):
         deliver(op, rank, flows[rank], came)
-
-
-def told(op: str, values: dict[str, Any], numbers: dict[str, int]) -> str:
-    """Return a rank's arguments as text, with the numbers of ranks that its buffers are for."""
-    specs = {name: read(values[name], COLLECTIVES[op][name], n) for name, n in numbers.items() if n}
-    texts = {name: spec.text for name, spec in specs.items()}
-    texts |= {"root": str(values["root"])} if "root" in values else {}
-    return ", ".join(f"{name}={text}" for name, text in texts.items())
+    for (_, into, due), before in zip(calls, befores, strict=True):
+        assert into.tolist() == [*due, *before[len(due) :]]
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])
@@ -112,13 +140,8 @@ def told(op: str, values: dict[str, Any], numbers: dict[str, int]) -> str:
 @pytest.mark.parametrize("op", MOVES)
 def test_what_is_said_to_move_is_what_the_collective_moves(op: str, inside: bool, p: int) -> None:
     for root in range(p if "root" in MOVES[op] else 1):
-        data = sent(op, p, root, symmetric=inside)
-        at_root = op.startswith(("Gather", "Scatter"))
-        may_be = at_root or op.startswith("All")
-        calls = [
-            moving(op, p, r, root, data, inside=inside and may_be and (r == root or not at_root))
-            for r in range(p)
-        ]
+        data = sent(op, p, root, 2, symmetric=inside)
+        calls = [moving(op, p, rank, root, data, inside=inside) for rank in range(p)]
         flows = [flow(op, r, p, calls[r][0], edges(p, r)) for r in range(p)]
         others = {(i, j): part for (i, j), part in data.items() if i != j}
         messages = {
@@ -129,19 +152,8 @@ def test_what_is_said_to_move_is_what_the_collective_moves(op: str, inside: bool
             call = flows[rank].call(op, rank)
             assert call.sends == [x for x in messages.values() if x.source == rank]
             assert call.receives == [x for x in messages.values() if x.dest == rank]
-            ends = data if op != "Bcast" else others
-            numbers = {
-                "buf": len(others),
-                "sendbuf": sum(i == rank for i, _ in ends),
-                "recvbuf": sum(j == rank for _, j in ends),
-            }
-            used = {
-                x: n for x, n in numbers.items() if x in values and values[x] is not MPI.IN_PLACE
-            }
-            assert call.text == told(op, values, used)
             assert (call.op, call.equal) == (op, (values.get("root"),))
-        moved(op, flows)
-        assert [into.tolist() for _, into, _ in calls] == [after.tolist() for *_, after in calls]
+        assert_moved(op, flows, calls)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])
@@ -149,41 +161,59 @@ def test_what_is_said_to_move_is_what_the_collective_moves(op: str, inside: bool
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_a_reduction_combines_what_its_definition_says(op: str, inside: bool, p: int) -> None:
     for root, given in itertools.product(range(p), (True, False)):
-        counts = [1 + given * rank % 2 for rank in range(p)]
-        n = {"Reduce_scatter": sum(counts), "Reduce_scatter_block": 2 * p}.get(op, 2)
-        data = [10.0**rank * np.arange(1, n + 1) for rank in range(p)]
-        shares = {"Reduce_scatter": counts, "Reduce_scatter_block": [2] * p}.get(op)
-        total, calls = np.sum(data, axis=0), list[Any]()
-        for rank in range(p):
-            here = op != "Reduce" or rank == root
-            due: Any = {"Scan": sum(data[: rank + 1]), "Exscan": sum(data[:rank])}.get(op, total)
-            if shares:
-                due = total[sum(shares[:rank]) :][: shares[rank]]
-            own = inside and here
-            into = data[rank].copy() if own else np.full(len(np.atleast_1d(due)), -1.0)
-            if op == "Exscan" and not rank:
-                into, due = data[rank].copy() if own else np.full(n, -1.0), []
-            values: Any = {
-                "sendbuf": None if own else data[rank],
-                "recvbuf": into if here else None,
-            }
-            given_: Any = {
-                "root": root,
-                "op": MPI.SUM,
-                "recvcounts": counts if given or inside else None,
-            }
-            values |= {name: given_[name] for name in REDUCTIONS[op] if name in given_}
-            calls.append((values, into, due if here else []))
+        calls = [reducing(op, p, r, root, 2, inside=inside, given=given) for r in range(p)]
         flows = [flow(op, rank, p, bind(op, [], calls[rank][0])) for rank in range(p)]
         assert len({repr(x.equal) for x in flows}) == 1
         going = [(rank, dest) for rank, x in enumerate(flows) for dest, _ in x.gives]
         coming = [(source, rank) for rank, x in enumerate(flows) for source, _ in x.takes]
         assert sorted(set(going)) == sorted(coming)
-        befores = [into.copy() for _, into, _ in calls]
-        moved(op, flows)
-        for (_, into, due), before in zip(calls, befores, strict=True):
-            assert into.tolist() == [*due, *before[len(due) :]]
         assert not any(x.call(op, r).sends or x.call(op, r).receives for r, x in enumerate(flows))
+        assert_moved(op, flows, calls)
+
+
+def offered() -> list[str]:
+    """Return the collectives that this tier's communicator has: threads or MPI."""
+    return [op for op in COLLECTIVES if tier() == "mpi" or hasattr(ThreadComm, op)]
+
+
+FORMS = ("{0}", "I{1}", *(["{0}_init"] if tier() == "mpi" else []))
+"""The names of a collective that waits, of one that does not, and of a persistent one."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "op", [op for op in COLLECTIVES if tier() == "mpi" or hasattr(ThreadComm, op)]
+)
+@spmd()
+def test_a_collective_does_what_its_definition_says(comm: Any, op: str, form: str) -> None:
+    p, rank = comm.size, comm.rank
+    on = comm.Create_dist_graph_adjacent(*edges(p, rank)) if op.startswith("Neighbor") else comm
+    for root, n, inside in itertools.product(range(p), (0, 2), (False, True)):
+        if op in REDUCTIONS:
+            call = reducing(op, p, rank, root, n, inside=inside, given=root % 2 == 0)
+        elif op in MOVES:
+            data = sent(op, p, root, n, symmetric=inside)
+            call = moving(op, p, rank, root, data, inside=inside)
+        else:
+            call = {}, np.zeros(0), np.zeros(0)
+        values, into, due = call
+        complete(getattr(on, form.format(op, op.lower()))(**values))
+        assert into[: len(due)].tolist() == [*due]
+    if on is not comm:
+        on.Free()
+
+
+def complete(request: Any) -> None:
+    """Complete what a collective has returned: nothing, or a request, which may be persistent."""
+    if tier() == "mpi" and isinstance(request, MPI.Prequest):
+        request.Start()
+        request.Wait()
+        request.Free()
+    elif tier() == "mpi" and request is not None:
+        assert isinstance(request, MPI.Request)
+        MPI.Request.Waitall([request])
+    else:
+        assert request is None or request.Wait()
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i4", "u1", "?", "c16"])
@@ -204,8 +234,7 @@ def test_threads_reduce_as_mpi_does(name: str, dtype: str) -> None:
         return
     for x in flows:
         require_reducible(x)
-    moved("Allreduce", flows)
-    assert [view(x.takes[0][1]).tolist() for x in flows] == [inputs[1].tolist()] * 2
+    assert_moved("Allreduce", flows, [({}, view(x.takes[0][1]), inputs[1]) for x in flows])
 
 
 def test_an_operation_has_one_name_and_those_of_the_program_share_one() -> None:
@@ -312,27 +341,15 @@ def test_messages_between_two_ranks_are_numbered_but_not_those_of_neighbours(op:
     assert {x.source for x in call.sends} == {x.dest for x in call.receives} == {0}
 
 
-@pytest.mark.parametrize("op", COLLECTIVES)
-def test_every_form_of_a_collective_is_known(op: str) -> None:
-    assert [*map(op_of, (op, f"I{op.lower()}", f"{op}_init"))] == [op] * 3
-    assert not any(map(op_of, (op.lower(), f"{op}s", "Isend", "Send_init", "")))
-
-
-@pytest.mark.parametrize("peer", range(-1, 4))
-@pytest.mark.parametrize("to", [False, True])
-def test_announced_messages_are_those_of_ranks_that_exist(peer: int, to: bool) -> None:
-    announced = [(0, 4), (peer, 8), (0, 0)]
-    given: Any = {"sends": announced if to else [], "recvs": [] if to else announced}
-    if not 0 <= peer < 3:
-        with pytest.raises(
-            ValueError, match=f"^rank {peer} is not one of the 3 ranks of this comm"
-        ):
+@pytest.mark.parametrize("later", [False, True])
+def test_announced_messages_are_those_of_ranks_that_exist(later: bool) -> None:
+    sends, recvs = [(0, 4), (2, 8), (0, 0)], [(1, 3), (1, 5)]
+    call = exchange(1, 3, sends, recvs, later)
+    assert (call.op, call.equal) == ("announce_exchange", (later,))
+    assert call.sends == [Message(1, 0, 0, 4), Message(1, 2, 0, 8), Message(1, 0, 1, 0)]
+    assert call.receives == [Message(1, 1, 0, 3), Message(1, 1, 1, 5)]
+    assert call.text == f"{sends=}, {recvs=}"
+    for peer, ends in itertools.product((-1, 3), ("sends", "recvs")):
+        given: Any = {"sends": [], "recvs": [], ends: [(0, 4), (peer, 8)]}
+        with pytest.raises(ValueError, match=f"^rank {peer} is not one of the 3 ranks of this c"):
             exchange(1, 3, **given)
-        return
-    call = exchange(1, 3, **given, later=to)
-    turns = [0, int(peer == 0), 1 + (peer == 0)]
-    ends = [(1, x) if to else (x, 1) for x, _ in announced]
-    due = [Message(*x, turn, n) for x, turn, (_, n) in zip(ends, turns, announced, strict=True)]
-    assert (call.sends, call.receives) == ((due, []) if to else ([], due))
-    assert (call.op, call.equal) == ("announce_exchange", (to,))
-    assert call.text == f"sends={given['sends']}, recvs={given['recvs']}"

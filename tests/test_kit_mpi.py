@@ -7,6 +7,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +19,7 @@ from kit.failing import as_two, assert_told, failure_of
 from kit.wrong_calls import ON_PROCESSES, STUCK
 from mpi4py import MPI
 from test_kit_calls import assert_clean
+from test_kit_messages import numbers
 
 from sp_core.testing import CheckedComm, carriers, checked, messages, requests, spmd
 from sp_core.testing.comm import LockstepComm
@@ -27,30 +29,12 @@ from sp_core.testing.specs import Part
 pytestmark = pytest.mark.mpi  # ranks that are threads do not have these calls
 
 
-def numbers(comm: Any, n: int = 8) -> np.ndarray[Any, Any]:
-    """Return numbers that differ by rank and place."""
-    first = 100.0 * comm.rank
-    return np.arange(first, first + n)
-
-
 def replaced(comm: Any) -> object:
-    """Replace a buffer by the other rank's, also by calls that do not wait."""
+    """Exchange buffers by calls that do not wait."""
     x, into, peer = numbers(comm), np.zeros(8), 1 - comm.rank
-    comm.Sendrecv_replace(x, peer, 3, peer, 3)
-    first = x.tolist()
     comm.Isendrecv(x, peer, 4, into, peer, 4).Wait()
     comm.Isendrecv_replace(x, peer, 5, peer, 5).Wait()
-    return first, into.tolist(), x.tolist()
-
-
-def with_gaps(comm: Any) -> object:
-    """Exchange every second number, by a derived datatype of a derived datatype."""
-    inner = MPI.DOUBLE.Create_vector(2, 1, 2)
-    outer, into, peer = inner.Create_contiguous(2).Commit(), np.zeros(8), 1 - comm.rank
-    comm.Sendrecv([numbers(comm), 1, outer], peer, 0, [into, 1, outer], peer, 0)
-    inner.Free()
-    outer.Free()
-    return into.tolist()
+    return into.tolist(), x.tolist()
 
 
 def neighbours(comm: Any) -> object:
@@ -126,13 +110,6 @@ def smaller(comm: Any) -> object:
     return found
 
 
-def gathered(comm: Any) -> object:
-    """Gather into a buffer without counts, whose length is no multiple of the number of ranks."""
-    into = np.zeros(5)
-    comm.Allgatherv(numbers(comm, 3 - comm.rank), into)
-    return into.tolist()
-
-
 def freed(comm: Any) -> object:
     """Free requests of messages that are then received, one of them without checks."""
     found, peer = [], 1 - comm.rank
@@ -180,8 +157,8 @@ def persistent(comm: Any) -> object:
 
 
 CALLS = (
-    *(replaced, with_gaps, not_needed, by_addresses, neighbours, at_the_ends, duplicated),
-    *(between, smaller, gathered, freed, cancelled, persistent),
+    *(replaced, not_needed, by_addresses, neighbours, at_the_ends, duplicated),
+    *(between, smaller, freed, cancelled, persistent),
 )
 
 
@@ -198,21 +175,11 @@ def test_a_checked_communicator_may_take_the_place_of_mpis(
     with monkeypatch.context() as patch:
         alone: Any = CheckedComm(MPI.COMM_SELF)
         patch.setattr(MPI, "COMM_SELF", alone)
-        for call in (with_gaps, smaller, between):
+        for call in (by_addresses, smaller, between):
             assert call(comm) == call(getattr(comm, "_raw", comm))
         twin = alone.Split(0)
         assert isinstance(twin, LockstepComm)
         twin.Free()
-
-
-def test_a_wrong_number_of_objects_for_neighbours_stops_the_others_too() -> None:
-    @spmd(2)
-    def body(comm: Any) -> None:
-        comm.Create_cart([2], [True]).neighbor_alltoall([0] * (2 + comm.rank))
-
-    text = failure_of(body)
-    assert text.startswith("RankFailure[ValueError")
-    assert_told(text, "3 objects for 2 ranks", "rank 0: stopped: PeerFailed")
 
 
 @pytest.mark.parametrize(
@@ -222,12 +189,16 @@ def test_a_wrong_number_of_objects_for_neighbours_stops_the_others_too() -> None
         ("Split_type", MPI.COMM_TYPE_SHARED, None, "Split_type on rank 1 of 2: an integer"),
         ("Create", MPI.COMM_SELF.Get_group(), None, "NoneType"),
         ("Create", MPI.COMM_SELF.Get_group(), MPI.GROUP_NULL, "nvalid group"),
+        ("neighbor_alltoall", [0] * 2, [0] * 3, "3 objects for 2 ranks"),
     ],
 )
-def test_a_wrong_argument_for_a_new_communicator_stops_the_others_too(
+def test_a_wrong_argument_of_one_rank_stops_the_others_too(
     op: str, right: object, wrong: object, said: str
 ) -> None:
-    text = as_two(lambda comm: getattr(comm, op)(right), lambda comm: getattr(comm, op)(wrong))
+    def call(given: object, comm: Any) -> None:
+        getattr(comm.Create_cart([2], [True]), op)(given)
+
+    text = as_two(partial(call, right), partial(call, wrong))
     assert_told(text, said, "rank 0: stopped: PeerFailed")
 
 
@@ -301,22 +272,6 @@ def test_each_part_of_a_communicator_has_a_name_of_its_own(comm: Any) -> None:
         assert re.fullmatch(r"comm\.g\d+\[0\]", group.lockstep.name)
     for each in (half, twin, whole, group):
         each.Free()
-
-
-@spmd(2)
-def test_what_starts_an_operation_returns_a_request_of_mpi(comm: Any) -> None:
-    """Also if the operation begins only when all ranks have called it."""
-    into = np.zeros((3, 8))
-    requests = [
-        comm.Iallgather(numbers(comm, 4), into[0]),
-        comm.Iallreduce(numbers(comm), into[1]),
-        comm.Irecv(into[2], comm.rank),
-        comm.Isend(numbers(comm), comm.rank),
-    ]
-    assert all(isinstance(request, MPI.Request) for request in requests)
-    MPI.Request.Waitall(requests)
-    expected = [0, 1, 2, 3, 100, 101, 102, 103], 100 + 2 * np.arange(8), numbers(comm)
-    np.testing.assert_array_equal(into, expected)
 
 
 def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sp_core.testing import engine, given, session
 from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure, failure_class
-from sp_core.testing.plan import Example, Result, Spec, fits, leave, ranks_of, sweep
+from sp_core.testing.plan import Example, Result, Spec, _decorated, fits, leave, ranks_of, sweep
 from sp_core.testing.session import Session
 
 pytestmark = pytest.mark.mpi_skip
@@ -41,24 +41,13 @@ def decorated() -> Any:
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("own", [None, 3])
 def test_hypothesis_gets_the_body_and_its_decorators(
-    monkeypatch: pytest.MonkeyPatch, own_session: Session, own: int | None, seed: int | None
+    own_session: Session, own: int | None, seed: int | None
 ) -> None:
-    own_session.seed, drivers, tests = seed, list[Any](), list[Any]()
-
-    def caught(**drawn: Any) -> Any:
-        assert [*drawn] == ["nprocs", "n"]
-        tests.append(lambda: None)
-
-        def kept(driver: Any) -> Any:
-            drivers.append(driver)
-            return tests[-1]
-
-        return kept
-
-    monkeypatch.setattr(hypothesis, "given", caught)
+    own_session.seed = seed
     test = decorated() if own is None else hypothesis.seed(own)(decorated())
-    test()
-    (driver,) = drivers
+    drawn = dict.fromkeys(("nprocs", "n"), st.just(1))
+    made: Any = _decorated(Spec(plain, {}, plain, vars(test)), lambda **_: None, drawn, None)
+    driver = made.hypothesis.inner_test
     for name in ("__name__", "__qualname__", "__module__"):
         assert getattr(driver, name) == getattr(plain, name)
     assert inspect.unwrap(driver) is plain
@@ -68,7 +57,7 @@ def test_hypothesis_gets_the_body_and_its_decorators(
     names = {*(f"_hypothesis_internal_{name}" for name in kept), "hypothesis_explicit_examples"}
     marks = {name: vars(test)[name] for name in names & vars(test).keys()}
     assert len(marks) == (3 if own is None else 4)
-    assert marks.items() <= vars(tests[0]).items()
+    assert marks.items() <= vars(made).items()
     if own is None and seed is not None:
         marks["_hypothesis_internal_use_seed"] = "5 test_b"
     assert {name: vars(driver)[name] for name in names & vars(driver).keys()} == marks

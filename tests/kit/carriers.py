@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from kit.narrow import narrow_transport
+import numpy as np
 from oracle.fake_device import DelayedStreams
 from oracle.link import LinkModel
 
 import sp_core as sp
+from sp_core.observer import observer_of
 from sp_core.transport import Handle
 from sp_core.transport.host import TAG, HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
@@ -45,6 +46,47 @@ class LateSend:
             self._sent = self._begin()
         received = self._received.test()
         return received and self._sent is not None and self._sent.test()
+
+
+class Narrow:
+    """Passes calls on to another communicator, if no buffer has more than `most` elements.
+
+    MPI refuses buffers of 2^31 elements or more.
+    """
+
+    def __init__(self, comm: Any, most: int) -> None:
+        self._comm = comm
+        self._most = most
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        return self._checked(found) if callable(found) else found
+
+    def _checked(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            for argument in arguments:
+                buffer = (
+                    argument[0] if isinstance(argument, list | tuple) and argument else argument
+                )
+                if isinstance(buffer, np.ndarray) and buffer.size > self._most:
+                    raise OverflowError(
+                        f"{buffer.size} elements were given to {method.__name__}; {self._most} can "
+                        "be counted"
+                    )
+            return method(*arguments, **named)
+
+        return call
+
+
+observer_of.register(Narrow, lambda narrow: observer_of(narrow._comm))
+
+
+def narrow_transport(raw: Any, most: int) -> HostTransport:
+    """Return a transport that cuts messages into parts of at most `most` elements.
+
+    Its communicator refuses longer buffers, but takes at least one element for each rank.
+    """
+    return HostTransport(cast("Any", Narrow(raw, max(most, raw.size))), max_count=most)
 
 
 def carriers(part: int = 3) -> dict[str, Callable[[sp.Communicator], Any]]:
