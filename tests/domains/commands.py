@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
 from random import Random
 from typing import Any
@@ -46,15 +46,18 @@ def words(options: Values) -> list[str]:
 def printed(command: str, comm: Any, **options: Any) -> str:
     """Run a command. Return what rank 0 prints; other ranks return an empty text.
 
+    `comm` is None for a command that runs on one rank.
+
     Raises:
         ValueError: the command refuses its options.
     """
     out, errors = io.StringIO(), io.StringIO()
-    if comm.rank:
+    shown = comm is None or comm.rank == 0  # ranks may be threads, which share standard output
+    with (
+        redirect_stdout(out) if shown else nullcontext(),
+        redirect_stderr(errors) if shown else nullcontext(),
+    ):
         code = main([command, *words(options)], comm)
-    else:
-        with redirect_stdout(out), redirect_stderr(errors):
-            code = main([command, *words(options)], comm)
     if code == REFUSED:
         raise ValueError(errors.getvalue())
     assert code == 0
@@ -204,14 +207,6 @@ def length(chance: Random, drawn: Values, *, most: int) -> int:
     return 2 * int(drawn["--ranks"]) * chance.randint(1, most)
 
 
-def planned(**options: Any) -> str:
-    """Return the text that `sp-core plan` prints."""
-    out = io.StringIO()
-    with redirect_stdout(out):
-        assert main(["plan", *words(options)]) == 0
-    return out.getvalue()
-
-
 def judge_plan(given: Values, text: str) -> None:
     """Compare each printed line with its projection; the waiting share only if flops are given."""
     assert ("Assumed" in text) == (given["--flops"] is None)
@@ -272,7 +267,7 @@ SUBJECTS = [
     ),
     judged(
         "sp-core plan",
-        planned,
+        partial(printed, "plan", None),
         {
             "--ranks": spans((2, 4), (1, 1), (5, 9), (100, 128), (1000, 1024)),
             "--seq": {"short": partial(length, most=9), "long": partial(length, most=5000)},
