@@ -175,15 +175,13 @@ def continued(
 ) -> list[int]:
     """Return a prompt's new tokens, each chosen from the logits of the whole sequence so far."""
     random, found = sampling.random(number), list[int]()
-
-    def has_ended() -> bool:
-        said = bytes(token for token in found if token < 256).decode(errors="replace")
-        return found[-1] in stops or any(text in said for text in strings)
-
-    while len(found) < max_tokens and not (found and has_ended()):
+    for _ in range(max_tokens):
         tokens = torch.tensor([[*prompt, *found]])
         logits = reference.llama(tokens, models.weights_of(case), **case.options())[0, -1]
         found.append(sampling.choose(logits, random))
+        said = bytes(token for token in found if token < 256).decode(errors="replace")
+        if found[-1] in stops or any(text in said for text in strings):
+            break
     return found
 
 
