@@ -159,7 +159,10 @@ def test_coverage_is_told_also_of_tests_that_are_red(
 
 
 def noxfile(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
-    """Return the names of the noxfile and its sessions, as `nox -- ARGUMENTS` reads them."""
+    """Return the names of the noxfile, as `nox -- ARGUMENTS` reads them, and its sessions.
+
+    The sessions are there by their names, and all together as "sessions".
+    """
     sessions = dict[str, Any]()
 
     def session(body: Any = None, *, name: str = "", **_: Any) -> Any:
@@ -171,7 +174,7 @@ def noxfile(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
     monkeypatch.setitem(sys.modules, "nox", nox)
     monkeypatch.setattr(sys, "argv", ["nox", "--", *arguments])
     names = runpy.run_path(str(ROOT / "noxfile.py"))
-    return names | sessions
+    return names | sessions | {"sessions": sessions}
 
 
 @pytest.mark.parametrize(("words", "steps"), [([], ""), (["doctor", "smoke"], "doctor smoke")])

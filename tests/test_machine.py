@@ -119,33 +119,22 @@ def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.M
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, False, 1, 7),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, True, 2, 0),
         *(({name: "3", "SLURM_LOCALID": "0"}, False, 1, 3) for name in LOCAL_RANKS[:-1]),
+        ({"SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, True, 2, 7),
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "2"}, True, 2, 7),
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": ""}, True, 4, 7),
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "4"}, False, 4, 7),
     ],
 )
 def test_a_launcher_says_whether_this_is_a_job_its_ranks_and_the_rank_on_the_node(
     variables: dict[str, str], job: bool, tasks: int, local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch script, a shell by srun and what they start inherit that they are task 0 of one."""
+    """A batch script, a shell by srun and what they start inherit that they are task 0 of one.
+
+    In a shell that srun has started, mpiexec may start fewer ranks: its number counts.
+    """
     monkeypatch.setattr(os, "environ", variables)
     assert (machine.in_job(), machine.started_tasks()) == (job, tasks)
     assert machine.local_rank(7) == local
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tasks"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, 2),
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "2"}, 2),
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": ""}, 4),
-        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "4"}, 4),
-    ],
-)
-def test_ranks_are_those_of_the_innermost_launcher(
-    sizes: dict[str, str], tasks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a shell that srun has started, mpiexec may start fewer ranks."""
-    for name in JOB_SIZES:
-        monkeypatch.setenv(name, sizes.get(name, ""))
-    assert machine.started_tasks() == tasks
 
 
 @pytest.mark.parametrize(
