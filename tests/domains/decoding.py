@@ -202,8 +202,12 @@ def unequal(case: Case, model: Llama, drawn: Values) -> Call:
         model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE_SECONDS))
         vars(ring)["counter"] = partial(slow_counter, ring.counter)
     plan = planned(drawn, list(map(len, sequences)), model.grid.sequence.size, case)
-    given: Values = {"model": model, "sequences": sequences, "plan": plan}
-    given["pass_tokens"] = drawn["pass_tokens"]
+    given: Values = {
+        "model": model,
+        "sequences": sequences,
+        "plan": plan,
+        "pass_tokens": drawn["pass_tokens"],
+    }
 
     def judge(logits: Tensor) -> None:
         last_logits("llama unequal", case, given["sequences"]).check("logits", logits)

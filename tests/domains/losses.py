@@ -114,9 +114,15 @@ def losses(mesh: sp.Mesh, drawn: Values) -> Call:
     x = leaf(mine, drawn["logits.memory"], learns=drawn["logits.gradient"])
     labels = labels_of(drawn)[data.rank].unsqueeze(-1).repeat_interleave(2, -1)[..., 0]
     labels = labels if drawn["labels.memory"] == "every second" else labels.contiguous()
-    given = {"x": x, "labels": labels, "tensor": tensor, "data": data, "head": head}
-    given |= {"count": drawn["count"], "chunk": drawn["chunk"]}
-    given["labels"] = labels.to(device())
+    given = {
+        "x": x,
+        "labels": labels.to(device()),
+        "tensor": tensor,
+        "data": data,
+        "head": head,
+        "count": drawn["count"],
+        "chunk": drawn["chunk"],
+    }
     return Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x, head))
 
 
