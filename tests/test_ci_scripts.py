@@ -70,8 +70,10 @@ def test_torch_of_another_interpreter_can_be_imported_and_is_not_installed(
     pins = Path(capsys.readouterr().out.splitlines()[-1])
     assert pins.read_text() == "mpi4py==4.1.2\ntorchvision==1\n"
     assert (site.parent / "pip").read_text() == "-m pip uninstall --quiet --yes torch numpy\n"
-    look = f"import site; site.addsitedir({str(site)!r}); import numpy; import importlib.util"
-    look += "; print(importlib.util.find_spec('torch').origin)"
+    look = (
+        f"import site; site.addsitedir({str(site)!r}); import numpy; import importlib.util"
+        "; print(importlib.util.find_spec('torch').origin)"
+    )
     bare = subprocess.run(
         [python, "-I", "-S", "-c", look], capture_output=True, text=True, timeout=120, check=False
     )

@@ -129,8 +129,10 @@ def test_what_runs_outside_of_tests_has_all_tests_of_files_that_reach_its_own() 
     assert found.tests(small(3)) == ["t::b", "t::a", "v::d"]
     assert found.tests(small(1)) == ["v::d"]
     assert found.tests(small(4)) == []
-    text = "A = 1\ndef f(a=2):\n    def g(b=3):\n        return 4\n"
-    text += "class B:\n    c = 5\n    d = lambda: 6\n"
+    text = (
+        "A = 1\ndef f(a=2):\n    def g(b=3):\n        return 4\n"
+        "class B:\n    c = 5\n    d = lambda: 6\n"
+    )
     inside = {
         edit.before: edit.inside for edit in edits("a.py", text) if edit.operator == "constants"
     }

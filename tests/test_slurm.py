@@ -212,9 +212,13 @@ def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
     fake = tmp_path / "bin" / "python3"
     fake.write_text(PYTHON3)
     fake.chmod(0o755)
-    environment = {**cluster, "SP_LAUNCHER": "srun --ntasks={ranks}", "HAS_TORCH": "0"}
-    environment["SLURM_TMPDIR"] = str(tmp_path / "scratch")
-    return {n: v for n, v in environment.items() if n not in ("SP_VENV", "SP_TORCH")}
+    kept = {name: x for name, x in cluster.items() if name not in ("SP_VENV", "SP_TORCH")}
+    return {
+        **kept,
+        "SP_LAUNCHER": "srun --ntasks={ranks}",
+        "HAS_TORCH": "0",
+        "SLURM_TMPDIR": str(tmp_path / "scratch"),
+    }
 
 
 @pytest.mark.parametrize(("lacks_torch", "nodes"), [(0, "1"), (1, "1"), (0, "2")])

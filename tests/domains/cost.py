@@ -67,10 +67,11 @@ def under(parameter: str, factors: Mapping[str, Parts]) -> dict[str, Parts]:
 TRANSPORTS: Any = {True: "window", False: "host"} if device().type == "cpu" else {False: "staged"}
 """The transport by whether ranks read keys and values in memory that they share."""
 
-FORMULA = under("problem", {name: attention.COMMON[name] for name in MATTERS})
-FORMULA["problem.shared"] = values(*sorted(TRANSPORTS))
-FORMULA["problem.q.head_dim"] = spans((2, 16), (1, 1), (65, 80))
-FORMULA["problem.k.heads"] = spans((2, 4), (1, 1), (5, 5), (6, 9))
+FORMULA = under("problem", {name: attention.COMMON[name] for name in MATTERS}) | {
+    "problem.shared": values(*sorted(TRANSPORTS)),
+    "problem.q.head_dim": spans((2, 16), (1, 1), (65, 80)),
+    "problem.k.heads": spans((2, 4), (1, 1), (5, 5), (6, 9)),
+}
 RANKS = under("rank", {"comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8))})
 
 

@@ -241,8 +241,13 @@ STAGED = (
     "pp, ring, tp",
 )
 
-ENDING = {"stop": "some", "max_tokens": "8 to 10", "prompts.count": "7 to 9"}
-ENDING |= {"sampling.temperature": "50.0", "prompts.lengths": "long"}
+ENDING = {
+    "stop": "some",
+    "max_tokens": "8 to 10",
+    "prompts.count": "7 to 9",
+    "sampling.temperature": "50.0",
+    "prompts.lengths": "long",
+}
 
 SUBJECTS = [
     *(

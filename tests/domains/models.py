@@ -119,9 +119,12 @@ def aspect(drawn: Values, name: str, default: Any = None) -> Any:
 
 def case_of(drawn: Values) -> Case:
     """Return the model that drawn values stand for."""
-    named = {name: aspect(drawn, name) for name in ARCHITECTURE}
-    named["dtype"] = aspect(drawn, "dtype", "float64")
-    return Case(**named, seed=drawn["seed"], stops=aspect(drawn, "stops", ()))
+    return Case(
+        **{name: aspect(drawn, name) for name in ARCHITECTURE},
+        dtype=aspect(drawn, "dtype", "float64"),
+        seed=drawn["seed"],
+        stops=aspect(drawn, "stops", ()),
+    )
 
 
 def weights_of(case: Case) -> dict[str, Tensor]:
