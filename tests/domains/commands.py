@@ -147,13 +147,8 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
             for option, value in drawn.items()
             if option.startswith("--") and "." not in option
         }
-        given = {
-            "--model": str(folder),
-            **axes_of(drawn),
-            **own,
-            "--prompt": prompts[:first],
-            "--prompt-file": list(map(str, files)),
-        }
+        given = {"--model": str(folder), **axes_of(drawn), **own}
+        given |= {"--prompt": prompts[:first], "--prompt-file": list(map(str, files))}
         judge = partial(judge_generate, stops) if name == "generate" else judge_logits
         whole = [CHAT.format(prompt) if drawn["--chat"] else prompt for prompt in prompts]
         yield Call(
