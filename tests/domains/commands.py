@@ -122,8 +122,14 @@ def ranks(drawn: Values) -> int:
 def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """Yield the call of a command on ranks that already run, with a folder that one rank writes."""
     case, stops = case_of(drawn), FOLDER_STOPS[drawn.get("--model.stop_strings", "no file")]
+    text = TEXTS[drawn["--prompt.text"]]
+    prompts = [text[number % len(text) :] for number in range(drawn["--prompt.count"])]
+    first = {"none": len(prompts), "the last": -1, "all": 0}[drawn["--prompt-file"]]
     with folder_of(comm) as folder:
+        files = {folder / f"{n}.txt": prompt for n, prompt in enumerate(prompts[first:])}
         if comm.rank == 0:
+            for file, prompt in files.items():
+                file.write_text(prompt, encoding="utf-8")
             written(
                 case,
                 folder,
@@ -134,13 +140,6 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
                 told = {"stop_strings": stops[0] if len(stops) == 1 else stops}
                 (folder / "generation_config.json").write_text(json.dumps(told))
             (folder / "chat_template.jinja").write_text(CHAT.format("{{ messages[0].content }}"))
-        text = TEXTS[drawn["--prompt.text"]]
-        prompts = [text[number % len(text) :] for number in range(drawn["--prompt.count"])]
-        first = {"none": len(prompts), "the last": -1, "all": 0}[drawn["--prompt-file"]]
-        files = [folder / f"{number}.txt" for number, _ in enumerate(prompts[first:])]
-        if comm.rank == 0:
-            for file, prompt in zip(files, prompts[first:], strict=True):
-                file.write_text(prompt, encoding="utf-8")
         comm.Barrier()
         own = {
             option: value
