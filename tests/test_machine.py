@@ -148,9 +148,14 @@ def test_a_launcher_says_whether_this_is_a_job_its_ranks_and_the_rank_on_the_nod
     [
         ("echo said; echo told >&2; echo $X; exit 3", {}, (3, "said\ntold\nso\n"), 3),
         (r"printf '\377'", {}, (0, "\ufffd"), 0),
-        ("echo said; (sleep 3; echo on) >$PIPE & wait", {"seconds": 1.0}, (None, "said\n"), -9),
         (
-            "echo said; setsid sh -c 'sleep 3; echo on' >$PIPE",
+            "echo said; (sleep 3; echo on) >$PIPE & wait; sleep 3",
+            {"seconds": 1.0},
+            (None, "said\n"),
+            -9,
+        ),
+        (
+            "echo said; setsid sh -c 'sleep 3; echo on' >$PIPE; sleep 3",
             {"seconds": 1.0},
             (None, "said\n"),
             -9,
@@ -165,7 +170,11 @@ def test_a_program_and_what_it_started_are_ended_after_its_time(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The limit is 60 s unless `seconds` is passed. Output until then is returned."""
+    """The limit is 60 s unless `seconds` is passed. Output until then is returned.
+
+    The scripts sleep at their end, so that they do not end by themselves if their child is killed
+    before them.
+    """
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     env = {**os.environ, "X": "so", "PIPE": str(tmp_path / "pipe")}
