@@ -96,15 +96,13 @@ def primitives(
     Returns:
         The constants without times of whole collectives, the same on every rank.
     """
+    curve = partial(_curve, world, share=share, sizes=sizes)
     links = {
-        kind: _exchanges(world, group, pair, share, sizes)
+        kind: curve(partial(_exchange, group, pair))
         for kind in LINKS
         if (pair := _pair(group.nodes, kind))
     }
-    add, copy = (
-        Curve(tuple((size, _local(world, kind, size, share)) for size in sizes))
-        for kind in ("add", "copy")
-    )
+    add, copy = (curve(partial(_local, kind)) for kind in ("add", "copy"))
     made = Tuning(
         *(fingerprint(), group.nodes, links, add, copy),
         bind=_binding(world, group),
@@ -274,21 +272,23 @@ def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
     return next(((a, b) for a, b in pairs if (nodes[a] == nodes[b]) == (kind == "node")), None)
 
 
-def _exchanges(
-    world: Intracomm, group: Communicator, pair: tuple[int, int], share: float, sizes: Iterable[int]
+def _curve(
+    world: Intracomm, call: Callable[[int], Call], *, share: float, sizes: Iterable[int]
 ) -> Curve:
-    """Return for each size the seconds in which two ranks send each other that many bytes.
+    """Return the median seconds of `call(size)` for each size in bytes.
 
-    Both messages travel at once. The other ranks take part in the barriers only.
+    Every rank of `world` calls this, so that all use the memory at the same time. `share` is the
+    number of seconds to spend on each size.
+    """
+    return Curve(tuple((size, _median(world, call(size), share)) for size in sizes))
+
+
+def _exchange(group: Communicator, pair: tuple[int, int], size: int) -> Call:
+    """Return a function with which two ranks send each other `size` bytes.
+
+    Both messages travel at once. On other ranks the function does nothing.
     """
     peers = [rank for rank in pair if rank != group.rank] if group.rank in pair else []
-    return Curve(
-        tuple((size, _median(world, _exchange(group, peers, size), share)) for size in sizes)
-    )
-
-
-def _exchange(group: Communicator, peers: list[int], size: int) -> Call:
-    """Return a function that sends `size` bytes to each peer, and receives as many."""
     transport = group.transport
     sends, recvs = (
         transport.bind(
@@ -299,16 +299,10 @@ def _exchange(group: Communicator, peers: list[int], size: int) -> Call:
     return lambda: wait(transport.post(sends=sends, recvs=recvs, tag=group.next_tag()), group.poll)
 
 
-def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
-    """Return the seconds that a sum ("add") or copy of `size` bytes takes.
-
-    Every rank of `world` calls this, so that all use the memory at the same time. `share` is the
-    number of seconds to spend on it.
-    """
+def _local(kind: str, size: int) -> Call:
+    """Return a function that makes a sum ("add") or a copy ("copy") of `size` bytes."""
     into, one, other = (torch.ones(size // 4, device="cpu") for _ in range(3))
-    if kind == "add":
-        return _median(world, lambda: torch.add(one, other=other, out=into), share)
-    return _median(world, lambda: into.copy_(one), share)
+    return {"add": partial(torch.add, one, other, out=into), "copy": partial(into.copy_, one)}[kind]
 
 
 def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:

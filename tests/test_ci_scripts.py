@@ -70,8 +70,10 @@ def test_torch_of_another_interpreter_can_be_imported_and_is_not_installed(
     pins = Path(capsys.readouterr().out.splitlines()[-1])
     assert pins.read_text() == "mpi4py==4.1.2\ntorchvision==1\n"
     assert (site.parent / "pip").read_text() == "-m pip uninstall --quiet --yes torch numpy\n"
-    look = f"import site; site.addsitedir({str(site)!r}); import numpy; import importlib.util"
-    look += "; print(importlib.util.find_spec('torch').origin)"
+    look = (
+        f"import site; site.addsitedir({str(site)!r}); import numpy; import importlib.util"
+        "; print(importlib.util.find_spec('torch').origin)"
+    )
     bare = subprocess.run(
         [python, "-I", "-S", "-c", look], capture_output=True, text=True, timeout=120, check=False
     )
@@ -159,7 +161,10 @@ def test_coverage_is_told_also_of_tests_that_are_red(
 
 
 def noxfile(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
-    """Return the names of the noxfile and its sessions, as `nox -- ARGUMENTS` reads them."""
+    """Return the names of the noxfile, as `nox -- ARGUMENTS` reads them, and its sessions.
+
+    The sessions are there by their names, and all together as "sessions".
+    """
     sessions = dict[str, Any]()
 
     def session(body: Any = None, *, name: str = "", **_: Any) -> Any:
@@ -171,7 +176,7 @@ def noxfile(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
     monkeypatch.setitem(sys.modules, "nox", nox)
     monkeypatch.setattr(sys, "argv", ["nox", "--", *arguments])
     names = runpy.run_path(str(ROOT / "noxfile.py"))
-    return names | sessions
+    return names | sessions | {"sessions": sessions}
 
 
 @pytest.mark.parametrize(("words", "steps"), [([], ""), (["doctor", "smoke"], "doctor smoke")])

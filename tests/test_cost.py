@@ -93,8 +93,9 @@ def sent(**change: Any) -> dict[str, list[cost.Both]]:
     problem = replace(cost.Attention(QUERIES, QUERIES, sp.Mask(), 2, 6, 3, 5, 2), **change)
     alone, pairs, whole = [[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]
     schemes = (cost.allgather_kv, cost.ring, cost.ulysses)
-    found = {each.__name__: [each(problem, rank) for rank in range(4)] for each in schemes}
-    found["hybrid"] = [cost.hybrid(problem, *divmod(rank, 2), pairs) for rank in range(4)]
+    found = {each.__name__: [each(problem, rank) for rank in range(4)] for each in schemes} | {
+        "hybrid": [cost.hybrid(problem, *divmod(rank, 2), pairs) for rank in range(4)]
+    }
     assert found["ring"] == [cost.hybrid(problem, rank, 0, alone) for rank in range(4)]
     assert found["ulysses"] == [cost.hybrid(problem, 0, rank, whole) for rank in range(4)]
     return found

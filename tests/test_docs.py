@@ -125,21 +125,37 @@ def texts() -> list[Path]:
     return [*ROOT.glob("*.md"), *(f for name in folders for f in (ROOT / name).rglob("*.md"))]
 
 
-def test_files_that_a_text_names_are_there() -> None:
-    """Check paths with a folder, from the root or from the folder of the text."""
+@pytest.mark.parametrize(
+    ("pattern", "least", "places"),
+    [
+        pytest.param(
+            r"`([\w./*-]+/[\w*.-]+\.(?:py|sh|toml|sbatch|yml|md|jsonl?|png))`",
+            50,
+            (ROOT, ROOT / "sp_core"),
+            id="names with a folder, from the root or from the folder of the text",
+        ),
+        pytest.param(
+            r"\]\((?!https?:|#|pictures/|{{)([^)#\s]+)",
+            20,
+            (),
+            id="links; mkdocs checks anchors and the pictures that it makes",
+        ),
+    ],
+)
+def test_files_that_a_text_refers_to_are_there(
+    pattern: str, least: int, places: tuple[Path, ...]
+) -> None:
     named = [
         (file, path)
         for file in texts()
-        for path in re.findall(
-            r"`([\w./*-]+/[\w*.-]+\.(?:py|sh|toml|sbatch|yml|md|jsonl?|png))`", file.read_text()
-        )
+        for path in re.findall(pattern, file.read_text())
         if not path.startswith("reports/")  # commands write there
     ]
-    assert len(named) > 50
+    assert len(named) > least
     lost = [
         (file, path)
         for file, path in named
-        if not any([*base.glob(path)] for base in (ROOT, file.parent, ROOT / "sp_core"))
+        if not any([*base.glob(path)] for base in (file.parent, *places))
     ]
     assert lost == []
 
@@ -150,14 +166,3 @@ def test_each_section_of_the_results_names_a_committed_record() -> None:
     assert len(sections) > 5
     kept = re.compile(r"`benchmarks/results/[\w*-]+\.jsonl?`|`tests/conformance/REPORT\.md`")
     assert [part.partition("\n")[0] for part in sections if not kept.search(part)] == []
-
-
-def test_links_between_files_lead_somewhere() -> None:
-    """Check all Markdown files; mkdocs checks anchors and the pictures that it makes."""
-    links = [
-        (file, link)
-        for file in texts()
-        for link in re.findall(r"\]\((?!https?:|#|pictures/|{{)([^)#\s]+)", file.read_text())
-    ]
-    assert len(links) > 20
-    assert [pair for pair in links if not (pair[0].parent / pair[1]).exists()] == []

@@ -18,7 +18,6 @@ from studies.commands import ROOT, printed
 from test_scaling import mpi_environment
 
 from sp_core import doctor, machine
-from sp_core.__main__ import main
 from sp_core.collectives.api import all_gather
 from sp_core.errors import DeviceError
 from sp_core.findings import Finding, of_all, report
@@ -283,20 +282,6 @@ def test_every_transport_is_tried_whose_device_a_rank_has(
     assert [*doctor._transports(device)] == tried + missing * (not count and not device)
 
 
-@pytest.mark.parametrize("in_job", [False, True])
-def test_outside_of_a_job_all_ranks_share_a_node(
-    in_job: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SP_NODES", "4,9")
-    monkeypatch.setattr(doctor, "in_job", lambda: in_job)
-
-    def body(comm: Any) -> tuple[int, ...]:
-        with doctor._mesh(comm) as mesh:
-            return mesh["all"].nodes
-
-    assert run_threads(2, body) == [(0, 1) if in_job else (0, 0)] * 2
-
-
 @pytest.mark.parametrize(("name", "why"), [("host", ""), ("window", "no room")])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_trial_gathers_from_all_ranks_and_looks_at_the_numbers(
@@ -324,19 +309,6 @@ def test_a_trial_runs_on_the_gpus_that_a_mesh_takes(monkeypatch: pytest.MonkeyPa
     with pytest.raises(DeviceError):
         doctor._gather(world, "cuda", "ipc")
     made.assert_called_once_with(world, device="cuda", transport="ipc")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "device", "measure"),
-    [((), None, False), (("--measure",), None, True), (("--device", "cpu"), "cpu", False)],
-)
-def test_the_command_passes_its_options_on(
-    arguments: tuple[str, ...], device: str | None, measure: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Mock(return_value=7)
-    monkeypatch.setattr(doctor, "main", made)
-    assert main(["doctor", *arguments]) == 7
-    made.assert_called_once_with(device, measure=measure)
 
 
 def test_a_report_fits_the_terminal_and_repeats_what_is_broken(

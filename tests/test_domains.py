@@ -193,12 +193,12 @@ def lying(x: Tensor, memory: str) -> Tensor:
 SHOWING = {"x.gradient": "True", "x.shape": "more dims"}
 """Parts of a domain with which the gradient of a result may have several memory layouts."""
 DIFFERENTIABLE = [
-    (subject, {name: part for name, part in SHOWING.items() if name in subject.factors})
-    for subject in SUBJECTS
-    if {"v.upstream", "x.upstream", "q.upstream", "tensors.upstream"} & {*subject.factors}
-    and subject.name != "Rope"  # its result is not a tensor
-]
-DIFFERENTIABLE += [
+    *(
+        (subject, {name: part for name, part in SHOWING.items() if name in subject.factors})
+        for subject in SUBJECTS
+        if {"v.upstream", "x.upstream", "q.upstream", "tensors.upstream"} & {*subject.factors}
+        and subject.name != "Rope"  # its result is not a tensor
+    ),
     (BY_NAME["loss.next_token_loss"], {}),
     (BY_NAME["llama.Llama.forward"], {}),
     (BY_NAME["llama.Llama.forward"], {"tp_sp": "True", "mesh.axes": "tp"}),

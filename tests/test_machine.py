@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,21 @@ from sp_core.launch.bounded import LAUNCH_PROBLEMS, bounded, launch_problem
 from sp_core.machine import JOB_SIZES, JOB_VARIABLES, LOCAL_RANKS
 
 HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
+
+
+@pytest.fixture
+def limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, str]], None]:
+    """Return a function that sets the groups of this process, and the files that limit them."""
+
+    def set_limits(groups: str, files: dict[str, str]) -> None:
+        monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+        monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
+        (tmp_path / "cgroup").write_text(groups)
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(f"{text}\n")
+
+    return set_limits
 
 
 @pytest.mark.parametrize(
@@ -28,19 +44,14 @@ HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 )
 @pytest.mark.parametrize("group", ["0::/", "0::/outside", "3:cpu,cpuacct:/a\n0::/"])
 def test_cores_respect_the_quota_of_a_container(
-    group: str, quota: str, cores: int, node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: str, quota: str, cores: int, node: int, limit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This process may use 8 of the machine's 16 cores. Some systems cannot say so."""
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
-    (tmp_path / "cgroup").write_text(f"9:cpuset:/none\n{group}")
-    if quota and "cpuacct" in group:
-        inner = tmp_path / "cpu,cpuacct" / "a"
-        inner.mkdir(parents=True)
-        for name, text in zip(("quota", "period"), quota.split(), strict=True):
-            (inner / f"cpu.cfs_{name}_us").write_text(f"{text.replace('max', '-1')}\n")
-    elif quota:
-        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    files = {"cpu.max": quota}
+    if "cpuacct" in group:
+        names = (f"cpu,cpuacct/a/cpu.cfs_{name}_us" for name in ("quota", "period"))
+        files = dict(zip(names, quota.replace("max", "-1").split(), strict=False))
+    limit(f"9:cpuset:/none\n{group}", files if quota else {})
     monkeypatch.setattr(os, "sched_getaffinity", {0: range(8)}.__getitem__)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     assert (machine.cores(), machine.node_cores()) == (cores, node)
@@ -64,16 +75,11 @@ def test_cores_respect_the_quota_of_a_container(
     ],
 )
 def test_memory_is_that_of_the_machine_or_of_the_smallest_container_around(
-    told: str, limits: dict[str, str], memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: str, limits: dict[str, str], memory: int, limit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container the path may be that of the system outside, which is not there."""
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "fs")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 4, "SC_PAGE_SIZE": 1024}.__getitem__)
-    (tmp_path / "cgroup").write_text(told)
-    for name, text in limits.items():
-        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "fs" / name).write_text(f"{text}\n")
+    limit(told, limits)
     assert machine.memory() == memory
 
 
@@ -119,33 +125,22 @@ def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.M
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, False, 1, 7),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, True, 2, 0),
         *(({name: "3", "SLURM_LOCALID": "0"}, False, 1, 3) for name in LOCAL_RANKS[:-1]),
+        ({"SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, True, 2, 7),
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "2"}, True, 2, 7),
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": ""}, True, 4, 7),
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "4"}, False, 4, 7),
     ],
 )
 def test_a_launcher_says_whether_this_is_a_job_its_ranks_and_the_rank_on_the_node(
     variables: dict[str, str], job: bool, tasks: int, local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch script, a shell by srun and what they start inherit that they are task 0 of one."""
+    """A batch script, a shell by srun and what they start inherit that they are task 0 of one.
+
+    In a shell that srun has started, mpiexec may start fewer ranks: its number counts.
+    """
     monkeypatch.setattr(os, "environ", variables)
     assert (machine.in_job(), machine.started_tasks()) == (job, tasks)
     assert machine.local_rank(7) == local
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tasks"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, 2),
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "2"}, 2),
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": ""}, 4),
-        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "4"}, 4),
-    ],
-)
-def test_ranks_are_those_of_the_innermost_launcher(
-    sizes: dict[str, str], tasks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a shell that srun has started, mpiexec may start fewer ranks."""
-    for name in JOB_SIZES:
-        monkeypatch.setenv(name, sizes.get(name, ""))
-    assert machine.started_tasks() == tasks
 
 
 @pytest.mark.parametrize(
@@ -153,9 +148,14 @@ def test_ranks_are_those_of_the_innermost_launcher(
     [
         ("echo said; echo told >&2; echo $X; exit 3", {}, (3, "said\ntold\nso\n"), 3),
         (r"printf '\377'", {}, (0, "\ufffd"), 0),
-        ("echo said; (sleep 3; echo on) >$PIPE & wait", {"seconds": 1.0}, (None, "said\n"), -9),
         (
-            "echo said; setsid sh -c 'sleep 3; echo on' >$PIPE",
+            "echo said; (sleep 3; echo on) >$PIPE & wait; sleep 3",
+            {"seconds": 1.0},
+            (None, "said\n"),
+            -9,
+        ),
+        (
+            "echo said; setsid sh -c 'sleep 3; echo on' >$PIPE; sleep 3",
             {"seconds": 1.0},
             (None, "said\n"),
             -9,
@@ -170,7 +170,11 @@ def test_a_program_and_what_it_started_are_ended_after_its_time(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The limit is 60 s unless `seconds` is passed. Output until then is returned."""
+    """The limit is 60 s unless `seconds` is passed. Output until then is returned.
+
+    The scripts sleep at their end, so that they do not end by themselves if their child is killed
+    before them.
+    """
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     env = {**os.environ, "X": "so", "PIPE": str(tmp_path / "pipe")}

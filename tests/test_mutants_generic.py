@@ -129,8 +129,10 @@ def test_what_runs_outside_of_tests_has_all_tests_of_files_that_reach_its_own() 
     assert found.tests(small(3)) == ["t::b", "t::a", "v::d"]
     assert found.tests(small(1)) == ["v::d"]
     assert found.tests(small(4)) == []
-    text = "A = 1\ndef f(a=2):\n    def g(b=3):\n        return 4\n"
-    text += "class B:\n    c = 5\n    d = lambda: 6\n"
+    text = (
+        "A = 1\ndef f(a=2):\n    def g(b=3):\n        return 4\n"
+        "class B:\n    c = 5\n    d = lambda: 6\n"
+    )
     inside = {
         edit.before: edit.inside for edit in edits("a.py", text) if edit.operator == "constants"
     }
@@ -184,13 +186,11 @@ def test_enough_are_killed_in_each_room_and_in_all(
     survivors: tuple[int, int], suffice: bool
 ) -> None:
     """The rooms have 80 and 20 edits. At least 95 % of each room and 97 % of all must be killed."""
-    results = []
-    for file, count, alive in zip((FILE, "sp_core/mesh.py"), (80, 20), survivors, strict=True):
-        verdicts = ["survived"] * alive + ["killed"] * (count - alive)
-        results += [
-            Result(small(line, file=file), Outcome(verdict))
-            for line, verdict in enumerate(verdicts)
-        ]
+    results = [
+        Result(small(line, file=file), Outcome("survived" if line < alive else "killed"))
+        for file, count, alive in zip((FILE, "sp_core/mesh.py"), (80, 20), survivors, strict=True)
+        for line in range(count)
+    ]
     assert tally.suffices(results) == suffice
 
 

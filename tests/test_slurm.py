@@ -96,51 +96,48 @@ def run(cluster: dict[str, str], *command: str | Path, code: int = 0) -> str:
     return text
 
 
+GPU = ("--partition=gpu", "--account=me")
+COMPARE = ("-s", "compare", "--", "main", "--device", "cuda")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "passed", "file", "log"),
     [
-        ([], [str(JOB)]),
+        ([], [JOB], "scaling-%j", "{logs}/scaling-4242.log"),
         (
-            ["--partition=gpu", "--account=me", "--", "--preset", "paper"],
-            ["--partition=gpu", "--account=me", str(JOB), "--preset", "paper"],
+            [*GPU, "--", "--preset", "paper"],
+            [*GPU, JOB, "--preset", "paper"],
+            "scaling-%j",
+            "{logs}/scaling-4242.log",
         ),
-        (
-            ["nox", "--partition=gpu", "--", "-s", "compare", "--", "main", "--device", "cuda"],
-            ["--partition=gpu", str(NOX), "-s", "compare", "--", "main", "--device", "cuda"],
+        (["nox", *GPU, "--", *COMPARE], [*GPU, NOX, *COMPARE], "nox-%j", "{logs}/nox-4242.log"),
+        *(
+            (options, [*options, JOB], file, log)
+            for options, file, log in (
+                (["--array=1-3"], "scaling-%A_%a", "{logs}/scaling-4242_*.log"),
+                (
+                    ["-a", "1-3", "--output=/tmp/x y-%A_%a-%j"],
+                    "scaling-%A_%a",
+                    "/tmp/x y-4242_*-4242",
+                ),
+                (["--output", "my.log"], "scaling-%j", f"{ROOT}/my.log"),
+                (["-omy.log", "-A", "me"], "scaling-%j", f"{ROOT}/my.log"),
+                (["-o", "my.log"], "scaling-%j", f"{ROOT}/my.log"),
+                (["--test-only"], "scaling-%j", ""),
+            )
         ),
     ],
 )
 def test_submitting_prints_job_log_and_the_line_that_follows_it(
-    arguments: list[str], expected: list[str], cluster: dict[str, str]
-) -> None:
-    answer = run(cluster, SUBMIT, *arguments)
-    job = "nox" if "nox" in arguments else "scaling"
-    log = ROOT / "reports" / "slurm" / f"{job}-4242.log"
-    shown = ["job:    4242", f"log:    {log}", f"follow: tail -F {log}"]
-    assert answer.splitlines() == shown
-    output = f"--output={log.parent}/{job}-%j.log"
-    assert called(cluster) == ["--parsable", f"--chdir={ROOT}", output, *expected]
-
-
-@pytest.mark.parametrize(
-    ("options", "log"),
-    [
-        (["--array=1-3"], "{logs}/scaling-4242_*.log"),
-        (["-a", "1-3", "--output=/tmp/x y-%A_%a-%j"], "/tmp/x y-4242_*-4242"),
-        (["--output", "my.log"], f"{ROOT}/my.log"),
-        (["-omy.log", "-A", "me"], f"{ROOT}/my.log"),
-        (["-o", "my.log"], f"{ROOT}/my.log"),
-        (["--test-only"], ""),
-    ],
-)
-def test_submitting_names_the_log_that_sbatch_writes(
-    options: list[str], log: str, cluster: dict[str, str]
+    arguments: list[str], passed: list[str | Path], file: str, log: str, cluster: dict[str, str]
 ) -> None:
     """The tasks of an array have a log each. What was only tested has neither number nor log."""
-    shown = log.format(logs=ROOT / "reports" / "slurm")
+    logs = ROOT / "reports" / "slurm"
+    shown = log.format(logs=logs)
     wanted = ["job:    4242", f"log:    {shown}", f"follow: tail -F {shown}"] if log else []
-    assert run(cluster, SUBMIT, *options).splitlines() == wanted
-    assert called(cluster)[3:] == [*options, str(JOB)]
+    assert run(cluster, SUBMIT, *arguments).splitlines() == wanted
+    first = ["--parsable", f"--chdir={ROOT}", f"--output={logs}/{file}.log"]
+    assert called(cluster) == [*first, *map(str, passed)]
 
 
 def test_the_jobs_ask_for_one_node_and_four_gpus(tmp_path: Path) -> None:
@@ -215,9 +212,13 @@ def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
     fake = tmp_path / "bin" / "python3"
     fake.write_text(PYTHON3)
     fake.chmod(0o755)
-    environment = {**cluster, "SP_LAUNCHER": "srun --ntasks={ranks}", "HAS_TORCH": "0"}
-    environment["SLURM_TMPDIR"] = str(tmp_path / "scratch")
-    return {n: v for n, v in environment.items() if n not in ("SP_VENV", "SP_TORCH")}
+    kept = {name: x for name, x in cluster.items() if name not in ("SP_VENV", "SP_TORCH")}
+    return {
+        **kept,
+        "SP_LAUNCHER": "srun --ntasks={ranks}",
+        "HAS_TORCH": "0",
+        "SLURM_TMPDIR": str(tmp_path / "scratch"),
+    }
 
 
 @pytest.mark.parametrize(("lacks_torch", "nodes"), [(0, "1"), (1, "1"), (0, "2")])

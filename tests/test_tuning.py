@@ -161,10 +161,8 @@ def test_the_quickest_is_taken_and_the_library_where_nothing_is_known() -> None:
     )
     among = ("mpi", "ring")
 
-    def taken(
-        nbytes: int, nodes: tuple[int, ...] = (0, 0), tuning: Tuning = known, op: str = "all_reduce"
-    ) -> str:
-        return decide(tuning, op, nodes, nbytes, among=among, planned=True)
+    def taken(nbytes: int, nodes: tuple[int, ...] = (0, 0), tuning: Tuning = known) -> str:
+        return decide(tuning, "all_reduce", nodes, nbytes, among=among, planned=True)
 
     assert [taken(nbytes) for nbytes in (0, 64, 4096, 1 << 20)] == ["mpi", "mpi", "mpi", "ring"]
     assert taken(1 << 20, (0,)) == taken(1 << 20, (0, 1)) == taken(1 << 20, tuning=PLAIN) == "mpi"

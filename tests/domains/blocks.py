@@ -17,11 +17,8 @@ from domains.situations import on_group
 from sp_core.schemes import SCHEMES
 
 ROPE_BASE = 100.0
-
-
-def own_scheme(*given: Any, **named: Any) -> Any:
-    """Stand for a user's own scheme: call `ring_attention`."""
-    return sp.ring_attention(*given, **named)
+OWN_SCHEME = partial(sp.ring_attention)
+"""Stands for a user's own scheme."""
 
 
 def num_heads(chance: Random, drawn: Values, *, group: tuple[int, int]) -> int:
@@ -69,7 +66,7 @@ ATTENTION: dict[str, Parts] = {
         "3 to 32": partial(hidden, least=3, most=32),
         "65 to 130": partial(hidden, least=65, most=130),
     },
-    "attention": {"default": lambda c, v: "default", "the user's own": lambda c, v: own_scheme}
+    "attention": {"default": lambda c, v: "default", "the user's own": lambda c, v: OWN_SCHEME}
     | {name: lambda c, v, name=name: SCHEMES[name] for name in SCHEMES},
     "rope": {
         "none": lambda c, v: None,

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
 from random import Random
 from typing import Any
@@ -46,15 +46,18 @@ def words(options: Values) -> list[str]:
 def printed(command: str, comm: Any, **options: Any) -> str:
     """Run a command. Return what rank 0 prints; other ranks return an empty text.
 
+    `comm` is None for a command that runs on one rank.
+
     Raises:
         ValueError: the command refuses its options.
     """
     out, errors = io.StringIO(), io.StringIO()
-    if comm.rank:
+    shown = comm is None or comm.rank == 0  # ranks may be threads, which share standard output
+    with (
+        redirect_stdout(out) if shown else nullcontext(),
+        redirect_stderr(errors) if shown else nullcontext(),
+    ):
         code = main([command, *words(options)], comm)
-    else:
-        with redirect_stdout(out), redirect_stderr(errors):
-            code = main([command, *words(options)], comm)
     if code == REFUSED:
         raise ValueError(errors.getvalue())
     assert code == 0
@@ -119,8 +122,14 @@ def ranks(drawn: Values) -> int:
 def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """Yield the call of a command on ranks that already run, with a folder that one rank writes."""
     case, stops = case_of(drawn), FOLDER_STOPS[drawn.get("--model.stop_strings", "no file")]
+    text = TEXTS[drawn["--prompt.text"]]
+    prompts = [text[number % len(text) :] for number in range(drawn["--prompt.count"])]
+    first = {"none": len(prompts), "the last": -1, "all": 0}[drawn["--prompt-file"]]
     with folder_of(comm) as folder:
+        files = {folder / f"{n}.txt": prompt for n, prompt in enumerate(prompts[first:])}
         if comm.rank == 0:
+            for file, prompt in files.items():
+                file.write_text(prompt, encoding="utf-8")
             written(
                 case,
                 folder,
@@ -131,13 +140,6 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
                 told = {"stop_strings": stops[0] if len(stops) == 1 else stops}
                 (folder / "generation_config.json").write_text(json.dumps(told))
             (folder / "chat_template.jinja").write_text(CHAT.format("{{ messages[0].content }}"))
-        text = TEXTS[drawn["--prompt.text"]]
-        prompts = [text[number % len(text) :] for number in range(drawn["--prompt.count"])]
-        first = {"none": len(prompts), "the last": -1, "all": 0}[drawn["--prompt-file"]]
-        files = [folder / f"{number}.txt" for number, _ in enumerate(prompts[first:])]
-        if comm.rank == 0:
-            for file, prompt in zip(files, prompts[first:], strict=True):
-                file.write_text(prompt, encoding="utf-8")
         comm.Barrier()
         own = {
             option: value
@@ -204,14 +206,6 @@ def length(chance: Random, drawn: Values, *, most: int) -> int:
     return 2 * int(drawn["--ranks"]) * chance.randint(1, most)
 
 
-def planned(**options: Any) -> str:
-    """Return the text that `sp-core plan` prints."""
-    out = io.StringIO()
-    with redirect_stdout(out):
-        assert main(["plan", *words(options)]) == 0
-    return out.getvalue()
-
-
 def judge_plan(given: Values, text: str) -> None:
     """Compare each printed line with its projection; the waiting share only if flops are given."""
     assert ("Assumed" in text) == (given["--flops"] is None)
@@ -272,7 +266,7 @@ SUBJECTS = [
     ),
     judged(
         "sp-core plan",
-        planned,
+        partial(printed, "plan", None),
         {
             "--ranks": spans((2, 4), (1, 1), (5, 9), (100, 128), (1000, 1024)),
             "--seq": {"short": partial(length, most=9), "long": partial(length, most=5000)},

@@ -68,8 +68,11 @@ def judge_fields(drawn: Values, config: LlamaConfig) -> None:
 SCALING = {"rope_type": "linear", "factor": 4.0}
 OLD_SCALING = {"rope_scaling": {"type": "linear", "factor": 4.0}}
 BOTH = {"rope_theta": 5e5, "rope_scaling": SCALING}
-ONE_ENTRY: dict[str, Any] = {"rope_theta": None, "rope_scaling": None}
-ONE_ENTRY |= {"rope_parameters": {**SCALING, "rope_theta": 7.0}}
+ONE_ENTRY: dict[str, Any] = {
+    "rope_theta": None,
+    "rope_scaling": None,
+    "rope_parameters": {**SCALING, "rope_theta": 7.0},
+}
 HEADS = {"num_key_value_heads": 8, "head_dim": 12}
 PLAIN = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
 SUPPORTED: Settings = {"attention_bias": False, "attention_dropout": 0.0, "is_causal": True}

@@ -14,7 +14,7 @@ from torch import nn
 
 import sp_core as sp
 from domains import attention
-from domains.declared import Call, Draw, Parts, Subject, Values, judged, same, spans, values
+from domains.declared import Call, Parts, Subject, Values, judged, same, spans, values
 from sp_core import cost
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device
@@ -55,12 +55,11 @@ def inner(drawn: Values) -> Values:
 
 def under(parameter: str, factors: Mapping[str, Parts]) -> dict[str, Parts]:
     """Return factors of attention as aspects of a parameter: "q.batch" as "problem.q.batch"."""
-
-    def drawn(draw: Draw) -> Draw:
-        return lambda chance, values: draw(chance, inner(values))
-
     return {
-        f"{parameter}.{name}": {part: drawn(draw) for part, draw in parts.items()}
+        f"{parameter}.{name}": {
+            part: lambda c, v, draw=draw: draw(c, inner(v))  # type: ignore[misc]
+            for part, draw in parts.items()
+        }
         for name, parts in factors.items()
     }
 
@@ -68,10 +67,11 @@ def under(parameter: str, factors: Mapping[str, Parts]) -> dict[str, Parts]:
 TRANSPORTS: Any = {True: "window", False: "host"} if device().type == "cpu" else {False: "staged"}
 """The transport by whether ranks read keys and values in memory that they share."""
 
-FORMULA = under("problem", {name: attention.COMMON[name] for name in MATTERS})
-FORMULA["problem.shared"] = values(*sorted(TRANSPORTS))
-FORMULA["problem.q.head_dim"] = spans((2, 16), (1, 1), (65, 80))
-FORMULA["problem.k.heads"] = spans((2, 4), (1, 1), (5, 5), (6, 9))
+FORMULA = under("problem", {name: attention.COMMON[name] for name in MATTERS}) | {
+    "problem.shared": values(*sorted(TRANSPORTS)),
+    "problem.q.head_dim": spans((2, 16), (1, 1), (65, 80)),
+    "problem.k.heads": spans((2, 4), (1, 1), (5, 5), (6, 9)),
+}
 RANKS = under("rank", {"comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8))})
 
 

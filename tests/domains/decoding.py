@@ -175,15 +175,13 @@ def continued(
 ) -> list[int]:
     """Return a prompt's new tokens, each chosen from the logits of the whole sequence so far."""
     random, found = sampling.random(number), list[int]()
-
-    def has_ended() -> bool:
-        said = bytes(token for token in found if token < 256).decode(errors="replace")
-        return found[-1] in stops or any(text in said for text in strings)
-
-    while len(found) < max_tokens and not (found and has_ended()):
+    for _ in range(max_tokens):
         tokens = torch.tensor([[*prompt, *found]])
         logits = reference.llama(tokens, models.weights_of(case), **case.options())[0, -1]
         found.append(sampling.choose(logits, random))
+        said = bytes(token for token in found if token < 256).decode(errors="replace")
+        if found[-1] in stops or any(text in said for text in strings):
+            break
     return found
 
 
@@ -204,8 +202,12 @@ def unequal(case: Case, model: Llama, drawn: Values) -> Call:
         model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE_SECONDS))
         vars(ring)["counter"] = partial(slow_counter, ring.counter)
     plan = planned(drawn, list(map(len, sequences)), model.grid.sequence.size, case)
-    given: Values = {"model": model, "sequences": sequences, "plan": plan}
-    given["pass_tokens"] = drawn["pass_tokens"]
+    given: Values = {
+        "model": model,
+        "sequences": sequences,
+        "plan": plan,
+        "pass_tokens": drawn["pass_tokens"],
+    }
 
     def judge(logits: Tensor) -> None:
         last_logits("llama unequal", case, given["sequences"]).check("logits", logits)
@@ -239,8 +241,13 @@ STAGED = (
     "pp, ring, tp",
 )
 
-ENDING = {"stop": "some", "max_tokens": "8 to 10", "prompts.count": "7 to 9"}
-ENDING |= {"sampling.temperature": "50.0", "prompts.lengths": "long"}
+ENDING = {
+    "stop": "some",
+    "max_tokens": "8 to 10",
+    "prompts.count": "7 to 9",
+    "sampling.temperature": "50.0",
+    "prompts.lengths": "long",
+}
 
 SUBJECTS = [
     *(

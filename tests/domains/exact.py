@@ -235,22 +235,28 @@ DEFINITIONS: dict[str, tuple[tuple[str, ...], Callable[[Owned, Values], Any]]] =
 """For each method, its arguments and a function that returns the expected result."""
 
 
+ARGUMENTS: dict[str, Callable[[Values, sp.Sharding], Any]] = {
+    "dim": lambda v, about: v["dim"],
+    "rank": lambda v, about: {"first": 0, "last": about.size - 1}.get(v["rank"], about.size // 2),
+    "groups": lambda v, about: {
+        "one": [[*range(about.size)]],
+        "each alone": [[rank] for rank in range(about.size)],
+        "any": groups(v | {"size": about.size}),
+    }[v["groups"]],
+    "x": lambda v, about: of_tokens(v, about.seq_len),
+    "gathered": lambda v, about: of_tokens(v, about.seq_len),
+    "shards": lambda v, about: [
+        of_tokens(v | {"seed": v["seed"] + length}, length) for length in about.lengths
+    ],
+}
+"""Functions that make each argument of the methods from the drawn values, for a sharding."""
+
+
 def called(method: str, drawn: Values) -> Call:
     """Return the call of a method, which is judged by its definition."""
     names, definition = DEFINITIONS[method]
     about = Owned(MADE[drawn["(sharding)"]](drawn))
-    lengths = about.sharding.lengths
-    ranks, given = list(range(len(lengths))), {name: drawn[name] for name in names if name == "dim"}
-    if "rank" in names:
-        given["rank"] = {"first": 0, "last": len(ranks) - 1}.get(drawn["rank"], len(ranks) // 2)
-    if "groups" in names:
-        any_groups = groups(drawn | {"size": len(ranks)})
-        known = {"one": [ranks], "each alone": [[rank] for rank in ranks], "any": any_groups}
-        given["groups"] = known[drawn["groups"]]
-    for name in {"x", "gathered"} & {*names}:
-        given[name] = of_tokens(drawn, sum(lengths))
-    if "shards" in names:
-        given["shards"] = [of_tokens(drawn | {"seed": drawn["seed"] + n}, n) for n in lengths]
+    given = {name: ARGUMENTS[name](drawn, about.sharding) for name in names}
 
     def judge(found: Any) -> None:
         if method == "group":

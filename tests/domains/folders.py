@@ -78,8 +78,10 @@ def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
 
 def created(mesh: sp.Mesh, drawn: Values) -> Call:
     """Return the call that creates a model with random weights."""
-    given = {"config": case_of(drawn).config, "mesh": mesh, "seed": drawn["seed"]}
-    given |= {name: drawn[name] for name in MADE}
+    given = {name: drawn[name] for name in ("seed", *MADE)} | {
+        "config": case_of(drawn).config,
+        "mesh": mesh,
+    }
     return Call(create, given, partial(judge_created, given))
 
 
@@ -147,8 +149,10 @@ def loaded(mesh: sp.Mesh, drawn: Values) -> Call:
     """Return the call with which all ranks load a folder that one rank writes."""
     case, comm, folder = case_of(drawn), mesh._comm, drawn["(folder)"]
     tensors = comm.bcast(written(case, folder, drawn) if comm.rank == 0 else None, root=0)
-    given = {"folder": drawn["folder.type"](folder), "mesh": mesh}
-    given |= {name: drawn[name] for name in MADE}
+    given = {name: drawn[name] for name in MADE} | {
+        "folder": drawn["folder.type"](folder),
+        "mesh": mesh,
+    }
 
     def judge(model: Llama) -> None:
         assert model.config == case.config
@@ -180,8 +184,11 @@ def read(_: Any, drawn: Values) -> Iterator[Call]:
             "pieces of rows": Placement(shape, 0, pieces * size),
             "pieces of columns": Placement(shape, len(shape) - 1, pieces * size),
         }
-        given = {name: drawn[name] for name in ("name", "rank")}
-        given["placement"] = placements[drawn["placement"]]
+        given = {
+            "name": drawn["name"],
+            "placement": placements[drawn["placement"]],
+            "rank": drawn["rank"],
+        }
         yield Call(checkpoint.read, given, partial(judge_read, checkpoint, tensors, given))
 
 
@@ -208,9 +215,12 @@ def saved(mesh: sp.Mesh, drawn: Values) -> Call:
     if mesh.rank == 0 and drawn["folder"] == "there and empty":
         target.mkdir()
     mesh._comm.Barrier()
-    given = {name: drawn[name] for name in ("tokenizer", "max_file_bytes")}
-    given["model"] = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
-    given["folder"] = drawn["folder.type"](target)
+    given = {
+        "model": models.model_of(case, mesh, tp_sp=drawn["tp_sp"]),
+        "folder": drawn["folder.type"](target),
+        "tokenizer": drawn["tokenizer"],
+        "max_file_bytes": drawn["max_file_bytes"],
+    }
     return Call(save, given, lambda _: judge_saved(case, target, given))
 
 

@@ -187,10 +187,19 @@ def clipped(mesh: sp.Mesh, drawn: Values) -> Call:
         if grad is not None and (stage == 0 or number % 3)
     )
     norm = math.sqrt(math.fsum(float(whole.square().sum()) for whole in every))
-    most: Values = {"above": 2 * norm + 1, "below": norm / 4 or 1.0, "infinity": math.inf}
-    most["of NumPy"] = np.float32(0.1)
-    given = {"parameters": case.given(), "max_norm": most.get(drawn["max_norm"], 3)}
-    given |= {"tensor": tensor, "stages": stages if drawn["stages"] == "given" else None}
+    most: Values = {
+        "above": 2 * norm + 1,
+        "below": norm / 4 or 1.0,
+        "infinity": math.inf,
+        "a whole number": 3,
+        "of NumPy": np.float32(0.1),
+    }
+    given = {
+        "parameters": case.given(),
+        "max_norm": most[drawn["max_norm"]],
+        "tensor": tensor,
+        "stages": stages if drawn["stages"] == "given" else None,
+    }
     judge = partial(judge_clipped, case.list, gradients, norm, float(given["max_norm"]))
     return Call(partial(case.again, clip_gradient_norm, gradients), given, judge)
 

@@ -130,8 +130,12 @@ def on_ranks(name: str, group: sp.Communicator, drawn: Values) -> Call:
     """Return the call of a layer, its constructor, `from_linear` or `to_linear`, as drawn."""
     case, asked = Case(name, drawn, group), drawn["(called)"]
     forward = partial(layers.called_in, drawn["(mode)"], case.drawn)
-    given = {"linear": case.linear, "comm": group, "sharding": case.sharding}
-    given["sizes"] = drawn["sizes"]
+    given = {
+        "linear": case.linear,
+        "comm": group,
+        "sharding": case.sharding,
+        "sizes": drawn["sizes"],
+    }
     if asked in ("from_linear", "constructor"):
         function = case.made if asked == "constructor" else case.made.from_linear
         return Call(function, given, lambda layer: case.judge(layer, forward(layer, x=case.x)))

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from random import Random
-from typing import NamedTuple
 
 import torch
 from oracle.attention_check import ascending
@@ -35,17 +34,11 @@ from sp_core.nn.loss import IGNORED, check_shard, next_token_labels, next_token_
 from sp_core.testing import device
 from sp_core.testing.tolerance import bound, unit_roundoff
 
-
-class Expected(NamedTuple):
-    """Hold loss and gradient in float64, each with a scale, the sum of its absolute terms."""
-
-    loss: Tensor
-    loss_scale: Tensor
-    grad: Tensor
-    grad_scale: Tensor
+Scaled = tuple[Tensor, Tensor]
+"""A value in float64, and its scale: the sum of the absolute terms of each element."""
 
 
-def expected(logits: Tensor, labels: Tensor, count: int | None = None) -> Expected:
+def expected(logits: Tensor, labels: Tensor, count: int | None) -> tuple[Scaled, Scaled]:
     """Return loss and gradient of logits (..., V) and labels (...); `count` divides the sum."""
     x, valid = logits.double(), labels != IGNORED
     target = F.one_hot(labels.where(valid, 0), x.shape[-1]).double()
@@ -53,18 +46,12 @@ def expected(logits: Tensor, labels: Tensor, count: int | None = None) -> Expect
     shifted = x - x.amax(-1, keepdim=True)
     total, picked = shifted.exp().sum(-1), (shifted * target).sum(-1)
     p, w = x.softmax(-1), weight.unsqueeze(-1)
-    loss, loss_scale = (
-        ((total.log() - picked) * weight).sum(),
-        ((1 + total.log() + picked.abs()) * weight).sum(),
-    )
+    loss = (total.log() - picked) * weight
+    loss_scale = (1 + total.log() + picked.abs()) * weight
     # below it neither a p nor a gradient has relative precision
     tiny = torch.finfo(logits.dtype).tiny
-    return Expected(
-        loss,
-        loss_scale,
-        (p - target) * w,
-        (p + target + tiny / unit_roundoff(logits.dtype)) * w + tiny,
-    )
+    grad_scale = (p + target + tiny / unit_roundoff(logits.dtype)) * w + tiny
+    return (loss.sum(), loss_scale.sum()), ((p - target) * w, grad_scale)
 
 
 # next_token_loss
@@ -127,9 +114,15 @@ def losses(mesh: sp.Mesh, drawn: Values) -> Call:
     x = leaf(mine, drawn["logits.memory"], learns=drawn["logits.gradient"])
     labels = labels_of(drawn)[data.rank].unsqueeze(-1).repeat_interleave(2, -1)[..., 0]
     labels = labels if drawn["labels.memory"] == "every second" else labels.contiguous()
-    given = {"x": x, "labels": labels, "tensor": tensor, "data": data, "head": head}
-    given |= {"count": drawn["count"], "chunk": drawn["chunk"]}
-    given["labels"] = labels.to(device())
+    given = {
+        "x": x,
+        "labels": labels.to(device()),
+        "tensor": tensor,
+        "data": data,
+        "head": head,
+        "count": drawn["count"],
+        "chunk": drawn["chunk"],
+    }
     return Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x, head))
 
 
@@ -159,7 +152,7 @@ def judge_loss(
     """Compare a loss and its gradients with those of all tokens over the whole vocabulary."""
     logits, labels = logits_of(drawn), labels_of(drawn)
     vocab = sum(drawn["logits.parts"])
-    want = expected(
+    (wanted, scale), gradient = expected(
         torch.cat([t.reshape(-1, vocab) for t in logits]),
         torch.cat([t.reshape(-1) for t in labels]),
         drawn["count"],
@@ -167,7 +160,7 @@ def judge_loss(
     growth = vocab + max(float(t.amax() - t.amin()) for t in logits if t.numel())
     assert loss.dtype == accumulation_dtype(x.dtype)
     assert loss.requires_grad == drawn["logits.gradient"]
-    near("loss", loss, want.loss, bound(want.loss_scale, loss.dtype, growth))
+    near("loss", loss, wanted, bound(scale, loss.dtype, growth))
     with torch.no_grad():
         given = {name: drawn[name] for name in ("count", "chunk")} | {"head": head}
         again = next_token_loss(
@@ -179,7 +172,7 @@ def judge_loss(
         rows = slice(first, first + labels[data.rank].numel())
         own = [
             t[rows].split(drawn["logits.parts"], -1)[tensor.rank] * drawn["(upstream)"]
-            for t in (want.grad, want.grad_scale)
+            for t in gradient
         ]
         judge_gradients(drawn, x, head, loss, own, growth)
 

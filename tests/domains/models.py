@@ -28,7 +28,7 @@ from domains.masks import documents
 from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.mesh import Mesh
-from sp_core.nn.gradients import Placement, placement_of, reduce_gradients
+from sp_core.nn.gradients import placement_of, reduce_gradients
 from sp_core.testing.tolerance import bound
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -119,9 +119,12 @@ def aspect(drawn: Values, name: str, default: Any = None) -> Any:
 
 def case_of(drawn: Values) -> Case:
     """Return the model that drawn values stand for."""
-    named = {name: aspect(drawn, name) for name in ARCHITECTURE}
-    named["dtype"] = aspect(drawn, "dtype", "float64")
-    return Case(**named, seed=drawn["seed"], stops=aspect(drawn, "stops", ()))
+    return Case(
+        **{name: aspect(drawn, name) for name in ARCHITECTURE},
+        dtype=aspect(drawn, "dtype", "float64"),
+        seed=drawn["seed"],
+        stops=aspect(drawn, "stops", ()),
+    )
 
 
 def weights_of(case: Case) -> dict[str, Tensor]:
@@ -203,16 +206,12 @@ class Expected:
     def check_weights(self, model: Llama, *, gradients: bool = False) -> None:
         """Compare every parameter of this rank, or its gradient."""
         for name, parameter in model.named_parameters():
-            result = parameter.grad if gradients else parameter
+            result, placement = parameter.grad if gradients else parameter, placement_of(parameter)
             assert result is not None, name
-            self._check_part(model, name, placement_of(parameter), result)
-
-    def _check_part(self, model: Llama, name: str, placement: Placement, result: Tensor) -> None:
-        times = sum(map(len, sum(placement.held, ()))) / placement.shape[placement.dim]
-        assert times > 1 or not placement.partial or model.grid.tensor.size == 1, name
-        self.check(
-            checkpoint_name(name), result, lambda x: placement.take(x, model.grid.tensor.rank)
-        )
+            times = sum(map(len, sum(placement.held, ()))) / placement.shape[placement.dim]
+            assert times > 1 or not placement.partial or model.grid.tensor.size == 1, name
+            part = partial(placement.take, rank=model.grid.tensor.rank)
+            self.check(checkpoint_name(name), result, part)
 
 
 def text(case: Case, lengths: Sequence[int]) -> list[list[int]]:

@@ -189,8 +189,7 @@ def attended(drawn: Values) -> Call:
         wide = str(accumulation_dtype(wholes[0].dtype)).removeprefix("torch.")
         grads.append(normal(seed + 6, (shape[0], shape[2], queries), wide).to(device()))
     terms = terms_of(drawn, shape[2], wholes[0].dtype)
-    given = {"mask": mask, **terms}
-    given["return_lse"] = drawn["return_lse"] != "no"
+    given = {"mask": mask, **terms, "return_lse": drawn["return_lse"] != "no"}
     plain = {} if mask is None else masks.plain(masks.given_to(drawn))
     on_cpu = {} if drawn["sinks"] is None else {"sinks": terms["sinks"].detach().cpu()}
     options = {**places, **plain, **terms, **on_cpu}

@@ -54,14 +54,8 @@ def functions(modules: Iterable[str] = MODULES) -> dict[str, Public]:
 
 def commands() -> dict[str, Public]:
     """Return the parser of each command by name."""
-    parsers = (
-        action
-        for action in make_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return {
-        f"sp-core {name}": parser for action in parsers for name, parser in action.choices.items()
-    }
+    (added,) = vars(make_parser())["_subparsers"]._group_actions
+    return {f"sp-core {name}": parser for name, parser in added.choices.items()}
 
 
 def described() -> list[str]:

@@ -88,8 +88,8 @@ def plan(drawn: Values) -> Call:
         "sharded": shared,
         "packed": tuple(packed),
         "waiting": waiting,
+        "padded_to": drawn["padded_to"],
     }
-    given["padded_to"] = drawn["padded_to"]
     return Call(Plan, given, partial(judge_plan, given, drawn["work"]))
 
 

@@ -104,9 +104,15 @@ def mean_loss(
     """Return the mean loss of whole micro-batches, over all labels that are not ignored."""
     total, number = torch.zeros((), dtype=torch.float64), 0
     for tokens, labels, sharding, mask in batches:
-        seen: dict[str, Any] = {"documents": mask.documents, "window": mask.window}
-        seen |= case.options() | {"positions": ascending(sharding), "rounding": rounding}
-        logits = reference.llama(tokens, leaves, **seen)
+        logits = reference.llama(
+            tokens,
+            leaves,
+            **case.options(),
+            documents=mask.documents,
+            window=mask.window,
+            positions=ascending(sharding),
+            rounding=rounding,
+        )
         total = total + cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )

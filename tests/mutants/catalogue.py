@@ -88,9 +88,9 @@ def _laid_out_anyhow(text: str) -> str:
     return before + closed + after
 
 
-def mutants(folder: Path = HERE / "faults") -> list[Mutant]:
+def mutants() -> list[Mutant]:
     """Return all planted faults, one family after the other."""
-    texts = [path.read_text() for path in sorted(folder.glob("*.toml"))]
+    texts = [path.read_text() for path in sorted((HERE / "faults").glob("*.toml"))]
     families = [family for text in texts for family in tomllib.loads(text)["family"]]
     return [
         Mutant(**{**told, "tests": tuple(told["tests"])}, family=family["name"])
@@ -99,11 +99,12 @@ def mutants(folder: Path = HERE / "faults") -> list[Mutant]:
     ]
 
 
-def exclusions(path: Path = HERE / "excluded.toml") -> list[Exclusion]:
+def exclusions() -> list[Exclusion]:
     """Return all bugs that are not planted."""
-    return [Exclusion(**entry) for entry in tomllib.loads(path.read_text())["excluded"]]
+    found = tomllib.loads((HERE / "excluded.toml").read_text())["excluded"]
+    return [Exclusion(**entry) for entry in found]
 
 
-def known(path: Path = HERE / "known.txt") -> list[str]:
+def known() -> list[str]:
     """Return the numbers of all documented bugs, planted or excluded."""
-    return path.read_text().split()
+    return (HERE / "known.txt").read_text().split()

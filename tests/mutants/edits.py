@@ -7,12 +7,11 @@ one process, for every edit. Here each edit runs the tests that reach its line, 
 """
 
 import ast
-import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -122,9 +121,7 @@ def edits(file: str, text: str) -> list[Edit]:
 def _positions(text: str) -> Callable[[int, int], int]:
     """Return a function from `ast`'s line and column in bytes to an offset in characters."""
     lines = text.splitlines(keepends=True)
-    begins = [0]
-    for line in lines:
-        begins.append(begins[-1] + len(line))
+    begins = list(accumulate(map(len, lines), initial=0))
     return lambda line, column: begins[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
 
@@ -169,10 +166,7 @@ def _is_silent(node: ast.AST) -> bool:
 
 def _text(node: ast.AST, **changed: object) -> str:
     """Return the source of a node after replacing some of its fields."""
-    other = copy.copy(node)
-    for name, value in changed.items():
-        setattr(other, name, value)
-    return ast.unparse(other)
+    return ast.unparse(type(node)(**dict(ast.iter_fields(node)) | changed))
 
 
 def comparisons(node: ast.AST, _: Scope) -> Variants:

@@ -91,8 +91,11 @@ class Witness:
             return
         crash = getattr(report.longrepr, "reprcrash", None)
         words = str(report.longrepr) if crash is None else str(crash.message)
-        told = {"law": report.nodeid, "examples": _examples() - self._examples}
-        told["words"] = " ".join(words.split())[:LONGEST]
+        told = {
+            "law": report.nodeid,
+            "examples": _examples() - self._examples,
+            "words": " ".join(words.split())[:LONGEST],
+        }
         self._file.write_text(json.dumps(told))
 
 
