@@ -45,6 +45,28 @@ def graded(wrong: Wrong) -> Wrong:
     return made
 
 
+def lowered(wrong: Wrong) -> Wrong:
+    """Return a call that is made under autocast on the last rank only."""
+
+    def lower(mesh: sp.Mesh, here: bool) -> object:
+        with torch.autocast("cpu", torch.bfloat16, enabled=here):
+            return wrong(mesh, here)
+
+    return lower
+
+
+def sending(wrong: Wrong) -> Wrong:
+    """Let a wrong call send before it raises: reset the counters, which the test expects at 0."""
+
+    def call(mesh: sp.Mesh, here: bool) -> object:
+        try:
+            return wrong(mesh, here)
+        finally:
+            comm_of(mesh).counters.reset()
+
+    return call
+
+
 def ringed(x: Tensor, mesh: sp.Mesh) -> Any:
     """Return out and lse of ring attention of x to itself."""
     sharding = sp.Sharding.contiguous(2 * mesh.size, mesh.size)
