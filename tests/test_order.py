@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kit.carriers import CARRIERS
 from oracle.collective_cases import DEFINITIONS, Case, cases
 from oracle.fake_device import DelayedStreams
+from refusals.kinds import USES, attended
 from torch import Tensor
 
 import sp_core as sp
@@ -116,34 +117,14 @@ def test_one_rank_waits_before_a_call_and_the_others_after_it(comm: Any, meanwhi
         assert torch.equal(pending.wait(), torch.full((40,), 3.0))
 
 
-def attention(scheme: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
-    sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-    out: Tensor = scheme(*[x.view(1, 2, 1, 4)] * 3, comm=comm, sharding=sharding)
-    return out
-
-
-def parallel(kind: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
-    sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-    layer = kind.from_linear(torch.nn.Linear(4, 4, bias=False), comm=comm, sharding=sharding)
-    tokens, features = (
-        (2, 4) if kind is sp.ColumnParallelLinear else (2 * comm.size, layer.weight.shape[1])
-    )
-    out: Tensor = layer(x[:1].expand(1, tokens, 4)[..., :features])
-    return out
-
-
-DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
-    "all_reduce": lambda x, comm: sp.all_reduce(x, comm=comm),
-    "all_gather_start": lambda x, comm: sp.all_gather_start(x, comm=comm).wait(),
-    "copy_to_group": lambda x, comm: sp.copy_to_group(x, comm=comm),
-    "copy_all_to_group": lambda x, comm: sp.copy_all_to_group([x], comm=comm)[0],
-    "a norm": lambda x, comm: sp.RMSNorm(4, comm=comm)(x),
-    "column parallel": lambda x, comm: parallel(sp.ColumnParallelLinear, x, comm),
-    "row parallel": lambda x, comm: parallel(sp.RowParallelLinear, x, comm),
+DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Mesh], Tensor]] = {
+    **USES,
     **{
-        name: lambda x, comm, scheme=scheme: attention(scheme, x, comm)  # type: ignore[misc]
-        for name, scheme in SCHEMES.items()
+        f"{name}_attention": lambda x, mesh, name=name: attended(name, x, mesh)[0]  # type: ignore[misc]
+        for name in SCHEMES
     },
+    "all_gather_start": lambda x, mesh: sp.all_gather_start(x, comm=mesh["sp"]).wait(),
+    "a norm": lambda x, mesh: sp.RMSNorm(4, comm=mesh["sp"])(x),
 }
 
 
@@ -152,8 +133,8 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
 def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, name: str) -> None:
     """Without the agreement each rank would get the gradient of the other call."""
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        x = torch.ones(2, 4, requires_grad=True)
-        first, second = (DIFFERENTIABLE[name](x, mesh["sp"]) for _ in range(2))
+        x = torch.ones(1, 2, 2, 4, requires_grad=True)
+        first, second = (DIFFERENTIABLE[name](x, mesh) for _ in range(2))
         with pytest.raises(
             sp.CollectiveMismatch, match=r"rank 0: the backward of (?s:.*)rank 1.*: the backward of"
         ):

@@ -67,10 +67,10 @@ def sending(wrong: Wrong) -> Wrong:
     return call
 
 
-def ringed(x: Tensor, mesh: sp.Mesh) -> Any:
-    """Return out and lse of ring attention of x to itself."""
+def attended(name: str, x: Tensor, mesh: sp.Mesh) -> Any:
+    """Return out and lse of attention of x to itself, by the scheme called `name`."""
     sharding = sp.Sharding.contiguous(2 * mesh.size, mesh.size)
-    return SCHEMES["ring"](x, x, x, comm=comm_of(mesh), sharding=sharding, return_lse=True)
+    return SCHEMES[name](x, x, x, comm=comm_of(mesh), sharding=sharding, return_lse=True)
 
 
 USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
@@ -78,7 +78,7 @@ USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "reduce": lambda x, mesh: sp.reduce(x, comm=comm_of(mesh)),
     "copy_to_group": lambda x, mesh: sp.copy_to_group(x, comm=comm_of(mesh)),
     "copy_all_to_group": lambda x, mesh: sp.copy_all_to_group([x], comm=comm_of(mesh))[0],
-    "ring_attention": lambda x, mesh: ringed(x, mesh)[0],
+    "ring_attention": lambda x, mesh: attended("ring", x, mesh)[0],
     "ColumnParallelLinear": lambda x, mesh: sp.ColumnParallelLinear.from_linear(
         nn.Linear(4, 4), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(4, 2)
     )(x[0]),
@@ -233,7 +233,7 @@ ON_ONE_RANK: Table = {
                 "without memory that could be sent",
                 batched(use),
             )
-            for name, use in {**USES, "lse": lambda x, mesh: ringed(x, mesh)[1]}.items()
+            for name, use in {**USES, "lse": lambda x, mesh: attended("ring", x, mesh)[1]}.items()
         },
         **{
             f"a lazy parameter in {op}": (
