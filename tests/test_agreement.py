@@ -57,50 +57,52 @@ def test_three_ranks_are_told(
     assert (type(error), str(error)) == (kind, text)
 
 
-@pytest.mark.parametrize(("place", "start"), [(119, 80), (121, 81), (600, 560)])
-def test_of_long_calls_the_beginning_and_the_first_difference_are_told(
-    place: int, start: int
-) -> None:
-    calls = [LETTERS + "." * 100, LETTERS[:place] + "." * (1000 - place)]
-    shown = [f"{call[:80]} ... {call[start : start + 180]} ..." for call in calls]
-    text = f"{DISAGREE}\n  rank 0: {shown[0]}\n  rank 1: {shown[1]}"
-    assert run_threads(2, lambda comm: str(refused(comm, calls[comm.rank]))) == [text] * 2
+def shown(call: str, start: int = 80) -> str:
+    """Return a long call as errors show it: its beginning, and what follows from `start` on."""
+    return f"{call[:80]} ... {call[start : start + 180]} ..."
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_1800_characters_are_told_whole(more: int) -> None:
-    """The two lines have 889 and 890 letters, two beginnings of ten letters, and a line feed."""
-    calls = ["a" * 889, "b" * (890 + more)]
-    whole = f"{DISAGREE}\n  rank 0: {calls[0]}\n  rank 1: {calls[1]}"
-    text = run_threads(2, lambda comm: str(refused(comm, calls[comm.rank])))[0]
-    assert (text == whole) == (more == 0)
+MANY = ["a" * 299] * 4 + ["b" * 300] * 3 + ["c" * 500, "d" * 500, "e" * 500]
+MANY += ["a" * 299] * 5 + ["b" * 300] * 6
+MANY_SHOWN = [
+    f"0, 1, 2, 3, 10, 11, 12, 13, 14: {'a' * 299}",
+    f"4, 5, 6, 15, 16, 17, 18, 19 ...: {shown('b' * 300)}",
+    *(f"{rank}: {shown(MANY[rank])}" for rank in (7, 8, 9)),
+]
+WHOLE = LETTERS + "." * 100
+LONG: dict[str, tuple[list[str], list[str]]] = {
+    **{
+        f"a difference at {place} is shown from {start} on": (
+            [WHOLE, other := LETTERS[:place] + "." * (1000 - place)],
+            [f"0: {shown(WHOLE, start)}", f"1: {shown(other, start)}"],
+        )
+        for place, start in ((119, 80), (121, 81), (600, 560))
+    },
+    "calls differ late, but from a third one early": (
+        three := ["a" * 590 + "x" * 10, "a" * 590 + "y" * 10, "a" * 100 + "z" * 500],
+        [f"{rank}: {shown(call)}" for rank, call in enumerate(three)],
+    ),
+    # two lines of 889 and 890 letters, two beginnings of ten letters, and a line feed
+    "1800 characters are shown": (
+        two := ["a" * 889, "b" * 890],
+        [f"{rank}: {call}" for rank, call in enumerate(two)],
+    ),
+    "1801 characters are cut": (
+        two := ["a" * 889, "b" * 891],
+        [f"{rank}: {shown(call)}" for rank, call in enumerate(two)],
+    ),
+    "lists of ranks up to 30 letters, calls up to 299": (MANY, MANY_SHOWN),
+    "five calls, and the number of others": ([*MANY, "f"], MANY_SHOWN),
+}
+"""By description: the calls of all ranks, and the lines of the error, each from "rank" on."""
 
 
-def test_of_many_calls_five_are_told_and_of_many_ranks_some() -> None:
-    """The error shows lists of ranks up to 30 letters and calls up to 299 letters in full."""
-    calls = ["a" * 299] * 4 + ["b" * 300] * 3 + ["c" * 500, "d" * 500, "e" * 500]
-    calls += ["a" * 299] * 5 + ["b" * 300] * 6
-    lines = [
-        f"  rank 0, 1, 2, 3, 10, 11, 12, 13, 14: {'a' * 299}",
-        f"  rank 4, 5, 6, 15, 16, 17, 18, 19 ...: {'b' * 80} ... {'b' * 180} ...",
-        *(
-            f"  rank {rank}: {call * 80} ... {call * 180} ..."
-            for rank, call in ((7, "c"), (8, "d"), (9, "e"))
-        ),
-    ]
-    for told, end in ((calls, []), ([*calls, "f"], ["  and 1 more"])):
-
-        def body(comm: Any, told: list[str] = told) -> str:
-            return str(refused(comm, told[comm.rank]))
-
-        assert {*run_threads(len(told), body)} == {"\n".join([DISAGREE, *lines, *end])}
-
-
-def test_long_calls_are_shown_from_where_any_two_differ() -> None:
-    """The first two calls differ late, the third one early."""
-    calls = ["a" * 590 + "x" * 10, "a" * 590 + "y" * 10, "a" * 100 + "z" * 500]
-    told = str(run_threads(3, lambda comm: str(refused(comm, calls[comm.rank])))[0])
-    assert "aaz" in told
+@pytest.mark.parametrize("name", LONG)
+def test_long_texts_are_cut(name: str) -> None:
+    calls, lines = LONG[name]
+    more = ["  and 1 more"] * (len({*calls}) > len(lines))
+    text = "\n".join([DISAGREE, *(f"  rank {line}" for line in lines), *more])
+    assert {*run_threads(len(calls), lambda comm: str(refused(comm, calls[comm.rank])))} == {text}
 
 
 LEFT = "rank {} has left because of an error; read the error that it printed. Nothing was sent."

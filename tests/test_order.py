@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from kit.carriers import CARRIERS
 from oracle.collective_cases import DEFINITIONS, Case, cases
 from oracle.fake_device import DelayedStreams
+from oracle.ways import CHOICES
+from oracle.window_cases import use_window
 from refusals.kinds import USES, attended
 from torch import Tensor
 
@@ -42,34 +44,55 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
 
 @given(
     max_ranks=5,
-    max_examples=24,
+    max_examples=40,
     check=st.sampled_from(["agree", "off"]),
     drawn=st.lists(st.tuples(cases(["float64"], STARTED), st.booleans()), min_size=2, max_size=4),
     order=st.integers(0, 99),
-    carrier=st.sampled_from(sorted({*CARRIERS} - {"link"})),
+    split=st.booleans(),
+    way=st.sampled_from([*sorted({*CARRIERS} - {"link"}), "window", "device window"]),
+    algorithm=st.sampled_from(CHOICES),
 )
-def test_each_rank_waits_in_an_order_of_its_own(
-    comm: Any, check: Any, drawn: list[tuple[Case, bool]], order: int, carrier: str
+def test_each_rank_polls_and_waits_in_an_order_of_its_own(
+    comm: Any,
+    check: Any,
+    drawn: list[tuple[Case, bool]],
+    order: int,
+    split: bool,
+    way: str,
+    algorithm: str,
 ) -> None:
-    """In half of the examples ranks wait under `no_grad`. Some inputs need no gradient."""
-    with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
-        if hasattr(comm, "Allgatherv"):  # over gloo, transports made by hand lack collectives
-            mesh["sp"].transport = CARRIERS[carrier](mesh["sp"])
+    """All ranks start the collectives in one order, on one or on several communicators.
+
+    In half of the examples ranks wait under `no_grad`. Some inputs need no gradient.
+    """
+    half = 2 if split and comm.size % 2 == 0 else 1
+    algorithm = "window" if "window" in way else algorithm
+    random = Random(order * 31 + comm.rank)
+    with sp.Mesh(comm, check=check, algorithm=algorithm, one=half, two=comm.size // half) as mesh:
+        groups = [mesh["two"], mesh["one"]] if split else [mesh["one", "two"]]
+        for group in groups:
+            if algorithm == "window":
+                use_window(group, on_device=way == "device window")
+            if "window" not in way and hasattr(comm, "Allgatherv"):  # gloo lacks collectives
+                group.transport = CARRIERS[way](group)
+        groups = [groups[place % len(groups)] for place in range(len(drawn))]
         leaves = [
-            case.inputs(comm.size)[comm.rank].clone().requires_grad_(needs or place == 0)
-            for place, (case, needs) in enumerate(drawn)
+            case.inputs(group.size)[group.rank].clone().requires_grad_(needs or place == 0)
+            for place, (group, (case, needs)) in enumerate(zip(groups, drawn, strict=True))
         ]
 
         def called(suffix: str) -> list[Any]:
-            """Call or start the collectives on the squares of the leaves."""
-            pairs = zip([case for case, _ in drawn], leaves, strict=True)
-            return [
-                getattr(sp, case.op + suffix)(x * x, comm=mesh["sp"], **case.arguments(comm.size))
-                for case, x in pairs
-            ]
+            """Call or start the collectives on the squares of the leaves, and poll now and then."""
+            found = []
+            for group, (case, _), x in zip(groups, drawn, leaves, strict=True):
+                call, named = getattr(sp, case.op + suffix), case.arguments(group.size)
+                found.append(call(x * x, comm=group, **named))
+                for _ in range(random.randrange(4)):
+                    mesh["one"].poll()
+            return found
 
         wanted, pending = called(""), called("_start")
-        for place in Random(order * 31 + comm.rank).sample(range(len(pending)), len(pending)):
+        for place in random.sample(range(len(pending)), len(pending)):
             with torch.set_grad_enabled(order % 2 == 0):
                 pending[place].wait()
         results = [waiting.wait() for waiting in pending]

@@ -1,21 +1,17 @@
-"""Test the choice of algorithms, several collectives under way, polling, and memory of plans."""
+"""Test the choice of algorithms, runs of plans, and the memory of plans."""
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from random import Random
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from hypothesis import strategies as st
-from oracle.fake_device import DelayedMemory, DelayedStreams
-from oracle.schedule_cases import NAMES, schedule, vectors
-from oracle.window_cases import use_window
+from oracle.fake_device import DelayedMemory
+from oracle.schedule_cases import NAMES, schedule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
@@ -24,49 +20,10 @@ from sp_core.collectives import maps
 from sp_core.collectives.execution import BoundProgram, Running
 from sp_core.schedules import ALGORITHMS, SCHEDULED, operation
 from sp_core.scratch import Scratch
-from sp_core.testing import given, run_threads, spmd
+from sp_core.testing import run_threads, spmd
 from sp_core.transport import Window, base
 from sp_core.transport.host import HostTransport
-from sp_core.transport.staged import PipelinedTransport
 from sp_core.tuning import Curve, Tuning
-
-
-@given(
-    max_examples=30,
-    problems=st.lists(vectors(), min_size=2, max_size=4),
-    order=st.integers(0, 99),
-    split=st.booleans(),
-    way=st.sampled_from(["host", "staged", "window", "device window"]),
-)
-def test_many_are_under_way_on_several_communicators(
-    comm: Any, problems: list[Any], order: int, split: bool, way: str
-) -> None:
-    """All ranks start the collectives in one order. Each rank polls and waits in its own order."""
-    problems = [p for p in problems if p.op in ("all_reduce", "all_gather", "reduce_scatter")]
-    half = 2 if split and comm.size % 2 == 0 else 1
-    random = Random(order * 31 + comm.rank)
-    with sp.Mesh(comm, one=half, two=comm.size // half) as mesh:
-        for group in (mesh["one"], mesh["two"], mesh["one", "two"]):
-            if way == "staged":
-                streams = DelayedStreams(comm.rank % 3)
-                host = HostTransport(group._comm)
-                group.transport = PipelinedTransport(host, streams, group.size)
-            elif way != "host":
-                use_window(group, on_device=way == "device window")
-        under_way = []
-        for place, problem in enumerate(problems):
-            group = mesh[("two", "one")[place % 2]] if split else mesh["one", "two"]
-            x = problem.inputs(group.size)[group.rank]
-            algorithm = "window" if "window" in way else problem.algorithm
-            arguments = {"comm": group, "algorithm": algorithm}
-            wanted = getattr(sp, problem.op)(x, **arguments)
-            under_way.append((getattr(sp, f"{problem.op}_start")(x, **arguments), wanted))
-            time.sleep(0.001 * random.randrange(2))
-            for _ in range(random.randrange(4)):
-                mesh["one"].poll()
-        random.shuffle(under_way)
-        assert all(torch.equal(pending.wait(), wanted) for pending, wanted in under_way)
-        assert all(pending.wait() is pending.wait() for pending, _ in under_way)
 
 
 def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
@@ -214,16 +171,6 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
     monkeypatch.setattr(maps.Map, "chosen", chosen)
     run_threads(3, body)
     assert seen == [{72 * (3 if op == "all_gather" else 1)}] * 3
-
-
-@spmd(2)
-def test_scratch_of_a_started_collective_is_free_again_after_its_end(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        for _ in range(2):
-            begun = sp.all_reduce_start(torch.ones(64), comm=mesh["sp"], algorithm="ring")
-            assert not mesh["sp"].scratch._free
-            assert begun.wait()[0].item() == 2.0
-            assert len(mesh["sp"].scratch._free) == 1
 
 
 @spmd(4)
