@@ -9,7 +9,7 @@ import pytest
 
 import sp_core as sp
 from sp_core import agreement, progress
-from sp_core.agreement import agree, agreeing_in_turn, make_alike
+from sp_core.agreement import agree, agreeing_in_turn
 from sp_core.errors import AGREED
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import wait
@@ -231,11 +231,3 @@ def test_an_error_of_one_rank_reaches_all_ranks_of_a_grid(comm: Any) -> None:
             a, b = comm.rank % 2, comm.rank // 2
             numbers = [(a, a + 2), (2 * b, 2 * b + 1), (0, 0)]
             assert told == ([numbers[0] if not a else (), (), ()] if wrong else numbers)
-
-
-@spmd(2)
-def test_what_every_rank_makes_is_compared(comm: Any) -> None:
-    with sp.Mesh(comm, a=2) as mesh:
-        assert make_alike(mesh["a"], lambda: (comm.rank, "same")) == comm.rank
-        with pytest.raises(sp.CollectiveMismatch, match=r"rank 0: 0\n  rank 1: 1"):
-            make_alike(mesh["a"], lambda: (comm.rank, str(comm.rank)))

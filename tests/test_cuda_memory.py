@@ -15,10 +15,9 @@ import sp_core as sp
 from sp_core import transport
 from sp_core.schedules import SLOTS
 from sp_core.testing import run_threads, spmd
-from sp_core.transport import HostTransport, cuda, cuda_aware, distributed, shared
+from sp_core.transport import cuda, cuda_aware, shared
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
 from sp_core.transport.shared import Rooms
-from sp_core.transport.staged import PipelinedTransport
 from sp_core.transport.window import Window
 
 CPU = torch.device("cpu")
@@ -302,20 +301,6 @@ def test_one_rank_of_a_machine_tries_memory_of_a_device(monkeypatch: pytest.Monk
     monkeypatch.setattr(cuda_aware, "DeviceTransport", MagicMock())
     run_threads(3, lambda comm: transport.make_transport("device", comm, torch.device("cuda")))
     tried.assert_called_once_with("cuda")
-
-
-@pytest.mark.parametrize(
-    ("kind", "messages"), [("cuda", PipelinedTransport), ("cpu", HostTransport)]
-)
-def test_a_library_of_collectives_leaves_messages_to_another_transport(
-    kind: str, messages: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "CudaStreams", MagicMock())
-    monkeypatch.setattr(distributed, "make_group", MagicMock())
-    monkeypatch.setattr(distributed, "DistributedTransport", lambda comm, group, used, *_: used)
-    device = torch.device(kind)
-    (made,) = run_threads(1, lambda comm: transport.make_transport("distributed", comm, device))
-    assert type(made) is messages
 
 
 @spmd(2)

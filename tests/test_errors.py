@@ -89,26 +89,6 @@ def test_what_is_wrong_on_one_rank_of_a_grid_is_raised_on_all(
     check_refused(comm, axes, row)
 
 
-@pytest.mark.parametrize(
-    ("collective", "sizes"),
-    [
-        *(
-            (name, "sizes")
-            for name in ("all_gather", "gather_replicated", "reduce_scatter", "shift")
-        ),
-        *(("all_to_all", name) for name in ("split_sizes", "concat_sizes")),
-    ],
-)
-@spmd(1, 3)
-def test_sizes_are_those_of_the_tensors_of_all_ranks(
-    comm: Any, collective: str, sizes: str
-) -> None:
-    dims = {"split_dim": 0, "concat_dim": 1} if collective == "all_to_all" else {}
-    for wrong in ([1] * comm.size, [9] * (comm.size + 1), [-1, 10, 0][: comm.size], []):
-        named = calls.call(collective, torch.ones(9, 9), **dims, **{sizes: wrong})
-        check_refused(comm, "sp", (sp.ShapeError, f"{sizes}=", named))
-
-
 def differing(mine: Any, others: Any) -> Callable[[bool], Any]:
     """Return a function that gives the last rank one argument, and other ranks another."""
     return lambda here: mine if here else others

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from kit.carriers import CARRIERS
 from oracle.collective_cases import DEFINITIONS, Case, cases
 from oracle.fake_device import DelayedStreams
-from oracle.ways import CHOICES
 from oracle.window_cases import use_window
 from refusals.kinds import USES, attended
 from torch import Tensor
@@ -25,7 +24,7 @@ from torch import Tensor
 import sp_core as sp
 from sp_core import progress
 from sp_core.progress import Progress
-from sp_core.schedules import usable
+from sp_core.schedules import SCHEDULED, usable
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport import Window
@@ -42,15 +41,22 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     return [*first, *torch.autograd.grad([g.square().sum() for g in first], leaves)]
 
 
+@st.composite
+def started(draw: st.DrawFn) -> Case:
+    """Draw a collective that can be started, by any algorithm of messages or the mesh's own."""
+    op = draw(st.sampled_from(STARTED))
+    algorithm = draw(st.sampled_from(("auto", *SCHEDULED[op])))
+    return draw(cases(["float64"], [op], algorithm))
+
+
 @given(
     max_ranks=5,
     max_examples=40,
     check=st.sampled_from(["agree", "off"]),
-    drawn=st.lists(st.tuples(cases(["float64"], STARTED), st.booleans()), min_size=2, max_size=4),
+    drawn=st.lists(st.tuples(started(), st.booleans()), min_size=2, max_size=4),
     order=st.integers(0, 99),
     split=st.booleans(),
     way=st.sampled_from([*sorted({*CARRIERS} - {"link"}), "window", "device window"]),
-    algorithm=st.sampled_from(CHOICES),
 )
 def test_each_rank_polls_and_waits_in_an_order_of_its_own(
     comm: Any,
@@ -59,21 +65,19 @@ def test_each_rank_polls_and_waits_in_an_order_of_its_own(
     order: int,
     split: bool,
     way: str,
-    algorithm: str,
 ) -> None:
     """All ranks start the collectives in one order, on one or on several communicators.
 
     In half of the examples ranks wait under `no_grad`. Some inputs need no gradient.
     """
     half = 2 if split and comm.size % 2 == 0 else 1
-    algorithm = "window" if "window" in way else algorithm
     random = Random(order * 31 + comm.rank)
-    with sp.Mesh(comm, check=check, algorithm=algorithm, one=half, two=comm.size // half) as mesh:
+    with sp.Mesh(comm, check=check, one=half, two=comm.size // half) as mesh:
         groups = [mesh["two"], mesh["one"]] if split else [mesh["one", "two"]]
         for group in groups:
-            if algorithm == "window":
+            if way.endswith("window"):
                 use_window(group, on_device=way == "device window")
-            if "window" not in way and hasattr(comm, "Allgatherv"):  # gloo lacks collectives
+            elif hasattr(comm, "Allgatherv"):  # over gloo, transports made by hand lack collectives
                 group.transport = CARRIERS[way](group)
         groups = [groups[place % len(groups)] for place in range(len(drawn))]
         leaves = [
@@ -85,9 +89,10 @@ def test_each_rank_polls_and_waits_in_an_order_of_its_own(
             """Call or start the collectives on the squares of the leaves, and poll now and then."""
             found = []
             for group, (case, _), x in zip(groups, drawn, leaves, strict=True):
-                call, named = getattr(sp, case.op + suffix), case.arguments(group.size)
-                found.append(call(x * x, comm=group, **named))
-                for _ in range(random.randrange(4)):
+                named = case.arguments(group.size)
+                named |= {"algorithm": "window"} if way.endswith("window") else {}
+                found.append(getattr(sp, case.op + suffix)(x * x, comm=group, **named))
+                for _ in range(random.randrange(1 + order % 4)):
                     mesh["one"].poll()
             return found
 

@@ -171,6 +171,13 @@ def kept(x: Tensor) -> Tensor:
     return torch.inference_mode()(x.clone)()
 
 
+WRONG_SIZES: dict[str, Callable[[int], list[int]]] = {
+    "for other lengths": lambda ranks: [1] * ranks,
+    "for more ranks": lambda ranks: [9] * (ranks + 1),
+    "below 0": lambda ranks: [-1, 10, 0][:ranks],
+    "for no rank": lambda ranks: [],
+}
+"""Sizes that do not describe tensors of length 9 on each rank."""
 EVERYWHERE: Table = {
     "ring": {
         **{
@@ -190,6 +197,24 @@ EVERYWHERE: Table = {
                 lambda mesh, here, axis=axis: mesh[axis],  # type: ignore[misc]
             )
             for axis in (0, None, slice(None), [["ring"]])
+        },
+        **{
+            f"{name} of {op} {what}": (
+                sp.ShapeError,
+                f"{name}=",
+                lambda mesh, here, op=op, name=name, wrong=wrong, more=more: getattr(sp, op)(  # type: ignore[misc]
+                    torch.ones(9, 9), comm=comm_of(mesh), **more, **{name: wrong(mesh.size)}
+                ),
+            )
+            for op, name, more in (
+                *((op, "sizes", {}) for op in ("all_gather", "gather_replicated")),
+                *((op, "sizes", {}) for op in ("reduce_scatter", "shift")),
+                *(
+                    ("all_to_all", name, {"split_dim": 0, "concat_dim": 1})
+                    for name in ("split_sizes", "concat_sizes")
+                ),
+            )
+            for what, wrong in WRONG_SIZES.items()
         },
     }
 }
