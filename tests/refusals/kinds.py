@@ -1,7 +1,8 @@
 """List calls with values of a wrong kind: tensors without memory, seeds and names that are none."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,24 +36,24 @@ def freed(x: Tensor) -> Tensor:
     return x
 
 
-def graded(wrong: Wrong) -> Wrong:
-    """Return a call that is made without gradients on the last rank."""
+def within(context: Callable[[], AbstractContextManager[Any]], wrong: Wrong) -> Wrong:
+    """Return a call that is made in a context on the last rank."""
 
     def made(mesh: sp.Mesh, here: bool) -> object:
-        with torch.set_grad_enabled(not here):
+        with context() if here else nullcontext():
             return wrong(mesh, here)
 
     return made
 
 
+def graded(wrong: Wrong) -> Wrong:
+    """Return a call that is made without gradients on the last rank."""
+    return within(torch.no_grad, wrong)
+
+
 def lowered(wrong: Wrong) -> Wrong:
     """Return a call that is made under autocast on the last rank only."""
-
-    def lower(mesh: sp.Mesh, here: bool) -> object:
-        with torch.autocast("cpu", torch.bfloat16, enabled=here):
-            return wrong(mesh, here)
-
-    return lower
+    return within(partial(torch.autocast, "cpu", torch.bfloat16), wrong)
 
 
 def sending(wrong: Wrong) -> Wrong:
@@ -149,12 +150,7 @@ def batched(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
 
 def dual(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
     """Return a call of a function with a dual tensor of forward-mode AD on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        with forward_ad.dual_level() if here else nullcontext():
-            return given(use, lambda x: forward_ad.make_dual(x, x))(mesh, here)
-
-    return wrong
+    return within(forward_ad.dual_level, given(use, lambda x: forward_ad.make_dual(x, x)))
 
 
 def seeded(seed: Any) -> Wrong:
