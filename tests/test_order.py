@@ -41,6 +41,17 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     return [*first, *torch.autograd.grad([g.square().sum() for g in first], leaves)]
 
 
+def carried(mesh: sp.Mesh, way: str, *, split: bool) -> list[sp.Communicator]:
+    """Return one or two communicators of the mesh, after changing how they move data."""
+    groups = [mesh["two"], mesh["one"]] if split else [mesh["one", "two"]]
+    for group in groups:
+        if way.endswith("window"):
+            use_window(group, on_device=way == "device window")
+        elif hasattr(group._comm, "Allgatherv"):  # over gloo, made transports lack collectives
+            group.transport = CARRIERS[way](group)
+    return groups
+
+
 @st.composite
 def started(draw: st.DrawFn) -> Case:
     """Draw a collective that can be started, by any algorithm of messages or the mesh's own."""
@@ -73,13 +84,7 @@ def test_each_rank_polls_and_waits_in_an_order_of_its_own(
     half = 2 if split and comm.size % 2 == 0 else 1
     random = Random(order * 31 + comm.rank)
     with sp.Mesh(comm, check=check, one=half, two=comm.size // half) as mesh:
-        groups = [mesh["two"], mesh["one"]] if split else [mesh["one", "two"]]
-        for group in groups:
-            if way.endswith("window"):
-                use_window(group, on_device=way == "device window")
-            elif hasattr(comm, "Allgatherv"):  # over gloo, transports made by hand lack collectives
-                group.transport = CARRIERS[way](group)
-        groups = [groups[place % len(groups)] for place in range(len(drawn))]
+        groups = (4 * carried(mesh, way, split=split))[: len(drawn)]
         leaves = [
             case.inputs(group.size)[group.rank].clone().requires_grad_(needs or place == 0)
             for place, (group, (case, needs)) in enumerate(zip(groups, drawn, strict=True))
