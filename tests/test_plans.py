@@ -276,22 +276,14 @@ def test_the_memory_of_a_started_run_outlives_its_plan(comm: Any, way: str) -> N
         group.wait(handle, "all_gather")
 
 
-def first_two(x: torch.Tensor) -> None:
-    x.data = x[:2]
-
-
-def read_as_integers(x: torch.Tensor) -> None:
-    x.data = x.view(torch.int32)
-
-
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "data": lambda x: setattr(x, "data", torch.full((4, 4), 5.0)),
     "set_": lambda x: x.set_(torch.ones(16).untyped_storage(), 0, (4, 4), (4, 1)),
     "resize_": lambda x: x.resize_(8, 4),
     "freed storage": lambda x: x.untyped_storage().resize_(0),
-    "shape": first_two,
+    "shape": lambda x: setattr(x, "data", x[:2]),
     "transpose_": lambda x: x.transpose_(0, 1),
-    "dtype": read_as_integers,
+    "dtype": lambda x: setattr(x, "data", x.view(torch.int32)),
 }
 """By description, a change of a tensor (4, 4) of ones that leaves a plan with other memory."""
 
