@@ -4,7 +4,6 @@ import sys
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +12,6 @@ from unittest.mock import MagicMock, Mock, call
 import pytest
 import torch
 from hypothesis import strategies as st
-from kit.carriers import CARRIERS
 from oracle.attention_check import check_attention
 from oracle.collective_cases import Case, cases
 from oracle.fake_device import DelayedMemory, DelayedStreams
@@ -234,31 +232,6 @@ def test_ranks_whose_copies_take_longer_call_in_the_same_order(comm: Any) -> Non
         begun.append(begin(shared + 1, algorithm="mpi"))
         sp.fence(comm=group)
         assert {each.wait()[0].item() for each in begun} == {float(comm.size)}
-
-
-@pytest.mark.parametrize("name", ["pipelined", "staged", "host"])
-@spmd(2)
-def test_messages_of_one_tag_arrive_in_the_order_in_which_they_were_posted(
-    comm: Any, name: str
-) -> None:
-    """The order holds if copies of the first end last, and in whatever order a rank waits."""
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        group = mesh["sp"]
-        group.transport = CARRIERS[name](group)
-        for order in permutations(range(3)):
-            sent = [torch.tensor([float(number)]) for number in range(3)]
-            found = [torch.zeros(1) for _ in sent]
-            sides = [(1, x) for x in sent], [(0, x) for x in found]
-            sends, recvs = (side if comm.rank == n else [] for n, side in enumerate(sides))
-            told, tag = group.transport.announce(sends, recvs), group.next_tag()
-            bound = [group.transport.bind([each]) for each in sends or recvs]
-            posts = [
-                group.transport.post(*((each, []) if sends else ([], each)), tag) for each in bound
-            ]
-            for number in order if sends else range(3):
-                wait(posts[number], group.poll)
-            group.wait(told, "messages")
-            assert comm.rank == 0 or torch.cat(found).tolist() == [0.0, 1.0, 2.0]
 
 
 def test_mpi_has_all_messages_before_a_call_blocks() -> None:
