@@ -241,7 +241,7 @@ def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
 
 
 @spmd(4, 6)
-def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
+def test_lengths_and_nodes_are_those_of_ranks_in_another_order_of_axes(comm: Any) -> None:
     """One rank may ask for `mesh["b", "a"]` or `mesh[()]` before others do: asking sends nothing.
 
     Nor does asking for an attribute that is not there. `mesh[()]` has one rank, so that a rank can
