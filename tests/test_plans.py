@@ -173,6 +173,16 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
     assert seen == [{72 * (3 if op == "all_gather" else 1)}] * 3
 
 
+@spmd(2)
+def test_scratch_of_a_started_collective_is_free_again_after_its_end(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for _ in range(2):
+            begun = sp.all_reduce_start(torch.ones(64), comm=mesh["sp"], algorithm="ring")
+            assert not mesh["sp"].scratch._free
+            assert begun.wait()[0].item() == 2.0
+            assert len(mesh["sp"].scratch._free) == 1
+
+
 @spmd(4)
 def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default(comm: Any) -> None:
     """The scratch shows which one ran: two pieces for the ring, P - 1 pieces for pairwise.
