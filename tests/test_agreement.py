@@ -1,6 +1,6 @@
 """Test the errors of ranks whose calls differ or fail, word by word."""
 
-from contextlib import nullcontext
+from functools import partial
 from threading import Thread, current_thread
 from typing import Any
 from unittest.mock import Mock
@@ -9,7 +9,7 @@ import pytest
 
 import sp_core as sp
 from sp_core import agreement, progress
-from sp_core.agreement import agree, agreeing_in_turn, make_alike
+from sp_core.agreement import agree
 from sp_core.errors import AGREED
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import wait
@@ -57,50 +57,52 @@ def test_three_ranks_are_told(
     assert (type(error), str(error)) == (kind, text)
 
 
-@pytest.mark.parametrize(("place", "start"), [(119, 80), (121, 81), (600, 560)])
-def test_of_long_calls_the_beginning_and_the_first_difference_are_told(
-    place: int, start: int
-) -> None:
-    calls = [LETTERS + "." * 100, LETTERS[:place] + "." * (1000 - place)]
-    shown = [f"{call[:80]} ... {call[start : start + 180]} ..." for call in calls]
-    text = f"{DISAGREE}\n  rank 0: {shown[0]}\n  rank 1: {shown[1]}"
-    assert run_threads(2, lambda comm: str(refused(comm, calls[comm.rank]))) == [text] * 2
+def shown(call: str, start: int = 80) -> str:
+    """Return a long call as errors show it: its beginning, and what follows from `start` on."""
+    return f"{call[:80]} ... {call[start : start + 180]} ..."
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_1800_characters_are_told_whole(more: int) -> None:
-    """The two lines have 889 and 890 letters, two beginnings of ten letters, and a line feed."""
-    calls = ["a" * 889, "b" * (890 + more)]
-    whole = f"{DISAGREE}\n  rank 0: {calls[0]}\n  rank 1: {calls[1]}"
-    text = run_threads(2, lambda comm: str(refused(comm, calls[comm.rank])))[0]
-    assert (text == whole) == (more == 0)
+MANY = ["a" * 299] * 4 + ["b" * 300] * 3 + ["c" * 500, "d" * 500, "e" * 500]
+MANY += ["a" * 299] * 5 + ["b" * 300] * 6
+MANY_SHOWN = [
+    f"0, 1, 2, 3, 10, 11, 12, 13, 14: {'a' * 299}",
+    f"4, 5, 6, 15, 16, 17, 18, 19 ...: {shown('b' * 300)}",
+    *(f"{rank}: {shown(MANY[rank])}" for rank in (7, 8, 9)),
+]
+WHOLE = LETTERS + "." * 100
+LONG: dict[str, tuple[list[str], list[str]]] = {
+    **{
+        f"a difference at {place} is shown from {start} on": (
+            [WHOLE, other := LETTERS[:place] + "." * (1000 - place)],
+            [f"0: {shown(WHOLE, start)}", f"1: {shown(other, start)}"],
+        )
+        for place, start in ((119, 80), (121, 81), (600, 560))
+    },
+    "calls differ late, but from a third one early": (
+        three := ["a" * 590 + "x" * 10, "a" * 590 + "y" * 10, "a" * 100 + "z" * 500],
+        [f"{rank}: {shown(call)}" for rank, call in enumerate(three)],
+    ),
+    # two lines of 889 and 890 letters, two beginnings of ten letters, and a line feed
+    "1800 characters are shown": (
+        two := ["a" * 889, "b" * 890],
+        [f"{rank}: {call}" for rank, call in enumerate(two)],
+    ),
+    "1801 characters are cut": (
+        two := ["a" * 889, "b" * 891],
+        [f"{rank}: {shown(call)}" for rank, call in enumerate(two)],
+    ),
+    "lists of ranks up to 30 letters, calls up to 299": (MANY, MANY_SHOWN),
+    "five calls, and the number of others": ([*MANY, "f"], MANY_SHOWN),
+}
+"""By description: the calls of all ranks, and the lines of the error, each from "rank" on."""
 
 
-def test_of_many_calls_five_are_told_and_of_many_ranks_some() -> None:
-    """The error shows lists of ranks up to 30 letters and calls up to 299 letters in full."""
-    calls = ["a" * 299] * 4 + ["b" * 300] * 3 + ["c" * 500, "d" * 500, "e" * 500]
-    calls += ["a" * 299] * 5 + ["b" * 300] * 6
-    lines = [
-        f"  rank 0, 1, 2, 3, 10, 11, 12, 13, 14: {'a' * 299}",
-        f"  rank 4, 5, 6, 15, 16, 17, 18, 19 ...: {'b' * 80} ... {'b' * 180} ...",
-        *(
-            f"  rank {rank}: {call * 80} ... {call * 180} ..."
-            for rank, call in ((7, "c"), (8, "d"), (9, "e"))
-        ),
-    ]
-    for told, end in ((calls, []), ([*calls, "f"], ["  and 1 more"])):
-
-        def body(comm: Any, told: list[str] = told) -> str:
-            return str(refused(comm, told[comm.rank]))
-
-        assert {*run_threads(len(told), body)} == {"\n".join([DISAGREE, *lines, *end])}
-
-
-def test_long_calls_are_shown_from_where_any_two_differ() -> None:
-    """The first two calls differ late, the third one early."""
-    calls = ["a" * 590 + "x" * 10, "a" * 590 + "y" * 10, "a" * 100 + "z" * 500]
-    told = str(run_threads(3, lambda comm: str(refused(comm, calls[comm.rank])))[0])
-    assert "aaz" in told
+@pytest.mark.parametrize("name", LONG)
+def test_long_texts_are_cut(name: str) -> None:
+    calls, lines = LONG[name]
+    more = ["  and 1 more"] * (len({*calls}) > len(lines))
+    text = "\n".join([DISAGREE, *(f"  rank {line}" for line in lines), *more])
+    assert {*run_threads(len(calls), lambda comm: str(refused(comm, calls[comm.rank])))} == {text}
 
 
 LEFT = "rank {} has left because of an error; read the error that it printed. Nothing was sent."
@@ -109,6 +111,12 @@ LEAVING: list[tuple[list[tuple[str, str]], str]] = [
         [("call", "x" * 40), ("call", "y" * 39), ("free", "")],
         "some ranks leave and others do not; nothing was sent. Make these calls equal:\n"
         f"  rank 0: {'x' * 40}...\n  rank 1: {'y' * 39}\n  rank 2: free() of mesh['a']",
+    ),
+    (
+        [("free", ""), ("end", ""), ("end", "")],  # rank 0 would wait for this one, others for all
+        "some ranks leave and others do not; nothing was sent. Make these calls equal:\n"
+        "  rank 0: free() of mesh['a']\n"
+        "  rank 1: free() of mesh['a'] with its mesh\n  rank 2: free() of mesh['a'] with its mesh",
     ),
     (
         [("call", "same"), ("leave", "same"), ("leave", "z" + "é" * 20)],
@@ -141,7 +149,7 @@ def test_ranks_are_told_who_leaves(acts: list[tuple[str, str]], text: str) -> No
             return words
 
         with pytest.raises(sp.RankError) as caught:
-            group.free() if act == "free" else group.agree_on(call)
+            {"free": group.free, "end": mesh.free}.get(act, partial(group.agree_on, call))()
         assert str(caught.value) == text
         has_left = isinstance(caught.value, sp.PeerFailed)
         assert has_left == text.startswith("rank")
@@ -208,32 +216,3 @@ def test_control_bytes_are_counted(comm: Any) -> None:
             assert control.bytes_sent - before == 32 * (others > 0) + sent
         before = control.bytes_sent
     assert control.bytes_sent - before == 32 * (others > 0) + 64 * others
-
-
-@spmd(4)
-def test_an_error_of_one_rank_reaches_all_ranks_of_a_grid(comm: Any) -> None:
-    """The error travels along the first axis, then the other. Without one, all values return."""
-    with sp.Mesh(comm, a=2, b=2) as mesh:
-        for wrong in (False, True):
-
-            def check(wrong: bool = wrong) -> Any:
-                if wrong and comm.rank == 1:
-                    raise sp.ShapeError("bad")
-                return comm.rank
-
-            told = []
-            refused = pytest.raises(sp.ShapeError, match="bad")
-            with refused if wrong else nullcontext(), agreeing_in_turn() as agree_on:
-                told += [agree_on(mesh[axis], lambda: "f()", check) for axis in "ab"]
-                told.append(agree_on(mesh["a"], lambda: "g()"))
-            a, b = comm.rank % 2, comm.rank // 2
-            numbers = [(a, a + 2), (2 * b, 2 * b + 1), (0, 0)]
-            assert told == ([numbers[0] if not a else (), (), ()] if wrong else numbers)
-
-
-@spmd(2)
-def test_what_every_rank_makes_is_compared(comm: Any) -> None:
-    with sp.Mesh(comm, a=2) as mesh:
-        assert make_alike(mesh["a"], lambda: (comm.rank, "same")) == comm.rank
-        with pytest.raises(sp.CollectiveMismatch, match=r"rank 0: 0\n  rank 1: 1"):
-            make_alike(mesh["a"], lambda: (comm.rank, str(comm.rank)))

@@ -77,20 +77,6 @@ def test_an_algorithm_equals_the_definition(
     assert not group.scratch._free  # their memory does not wait for the program to drop `group`
 
 
-@spmd(2)
-def test_ranks_with_unequal_pieces_cut_an_exchange_alike(comm: Any) -> None:
-    """One call moves at most three numbers. Rank 0 sends three, and rank 1 six.
-
-    Without its first number each piece of rank 1 has one or more left, and some of rank 0 none.
-    """
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        mesh["sp"].transport = CARRIERS["host in parts"](mesh["sp"])
-        x = torch.full((3, comm.rank + 1), comm.rank)
-        how: Any = {"split_dim": 0, "concat_dim": 1, "split_sizes": (1, 2), "algorithm": "mpi"}
-        found = sp.all_to_all(x, comm=mesh["sp"], **how)
-    assert found.tolist() == [[0, 1, 1]] * (comm.rank + 1)
-
-
 def test_scratch_lends_the_smallest_block_that_fits_and_keeps_the_largest() -> None:
     scratch = Scratch(torch.device("cpu"))
     given = [torch.empty(length, dtype=torch.uint8) for length in (5, 0, 3, 9, 7, 4)]
@@ -282,11 +268,3 @@ def test_a_tensor_that_learns_is_summed_in_place_without_gradients(comm: Any) ->
     with sp.Mesh(comm, sp=2) as mesh, torch.no_grad():
         assert sp.all_reduce(weight, comm=mesh["sp"], op="max").tolist() == [2.0] * 3
         assert sp.all_reduce_(weight, comm=mesh["sp"]).tolist() == [3.0] * 3
-
-
-@spmd(2)
-def test_an_exchange_takes_negative_dims(comm: Any) -> None:
-    x = torch.arange(24.0).view(2, 3, 4) + comm.rank
-    with sp.Mesh(comm, sp=2) as mesh:
-        found = sp.all_to_all(x, comm=mesh["sp"], split_dim=-1, concat_dim=-3)
-        assert torch.equal(found, sp.all_to_all(x, comm=mesh["sp"], split_dim=2, concat_dim=0))

@@ -1,11 +1,11 @@
 """Test the derivatives of every collective, as a map from all shards to all outputs."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
+from refusals.kinds import USES, attended
 from torch import Tensor
 
 import sp_core as sp
@@ -112,26 +112,17 @@ def test_copies_of_many_tensors_have_all_derivatives_of_copies_of_one(comm: Any)
         assert torch.equal(torch.stack(found[:3]), torch.stack(found[3:]))
 
 
-@spmd()
-def test_a_second_derivative_is_refused(comm: Any) -> None:
+@pytest.mark.parametrize("name", ["local", *SCHEMES, "ColumnParallelLinear", "RowParallelLinear"])
+@spmd(2)
+def test_a_second_derivative_is_refused(comm: Any, name: str) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-        calls: list[Any] = [
-            partial(scheme, comm=mesh["sp"], sharding=sharding) for scheme in SCHEMES.values()
-        ]
-        for attention in (*calls, sp.local_attention):
-            x = torch.ones(1, 2, 1, 4, requires_grad=True)
-            out = attention(x, x, x)
-            upstream = torch.ones_like(out).requires_grad_()
-            (grad,) = torch.autograd.grad(out, x, upstream, create_graph=True)
-            for cause in (x, upstream):
-                with pytest.raises(RuntimeError, match="differentiable once"):
-                    torch.autograd.grad(grad.sum(), cause, retain_graph=True)
-        for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear):
-            whole, sharding = torch.nn.Linear(4, 4), sp.Sharding.contiguous(comm.size, comm.size)
-            layer = kind.from_linear(whole, comm=mesh["sp"], sharding=sharding)
-            tokens = 1 if kind is sp.ColumnParallelLinear else comm.size
-            x = torch.ones(1, tokens, layer.weight.shape[1], requires_grad=True)
-            (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-            with pytest.raises(RuntimeError, match="linear layers are differentiable once"):
-                torch.autograd.grad(grad.sum(), x)
+        x = torch.ones(1, 2, 2, 4, requires_grad=True)
+        if name in SCHEMES:
+            out = attended(name, x, mesh)[0]
+        else:
+            out = sp.local_attention(x, x, x)[0] if name == "local" else USES[name](x, mesh)
+        upstream = torch.ones_like(out).requires_grad_()
+        (grad,) = torch.autograd.grad(out, x, upstream, create_graph=True)
+        for cause in (x, upstream):
+            with pytest.raises(RuntimeError, match="differentiable once"):
+                torch.autograd.grad(grad.sum(), cause, retain_graph=True)

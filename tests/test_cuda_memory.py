@@ -15,10 +15,9 @@ import sp_core as sp
 from sp_core import transport
 from sp_core.schedules import SLOTS
 from sp_core.testing import run_threads, spmd
-from sp_core.transport import HostTransport, cuda, cuda_aware, distributed, shared
+from sp_core.transport import cuda, cuda_aware, shared
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
 from sp_core.transport.shared import Rooms
-from sp_core.transport.staged import PipelinedTransport
 from sp_core.transport.window import Window
 
 CPU = torch.device("cpu")
@@ -185,6 +184,8 @@ def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any])
             group = mesh["sp"]
             group.window = Window(group._comm, 64, kind(CPU))
             x = torch.arange(50.0) + comm.rank
+            # a tensor without elements has the address 0, which no function frees
+            assert sp.shared_empty((0,), comm=group).tolist() == []
             for op in ("all_reduce", "all_gather"):
                 found = getattr(sp, op)(x, comm=group)
                 every = [torch.arange(50.0) + rank for rank in range(comm.size)]
@@ -220,21 +221,6 @@ def test_one_rank_takes_no_device_memory_for_slots(
 
     unused, slots = [8 + 8] * 7, [SLOTS * 64 + 8] * 8  # a random number takes 8 bytes
     assert run_threads(2, body) == [sorted((unused + slots) * 2)] * 2
-
-
-@pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
-def test_an_empty_shared_tensor_is_freed(
-    runtime: Runtime, kind: Callable[[torch.device], Any]
-) -> None:
-    """A tensor without elements has the address 0, which no function frees."""
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            mesh["sp"].window = Window(mesh["sp"]._comm, 64, kind(CPU))
-            assert sp.shared_empty((0,), comm=mesh["sp"]).tolist() == []
-
-    run_threads(2, body)
-    assert (runtime.blocks, runtime.registered) == ({}, set())
 
 
 @pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
@@ -315,20 +301,6 @@ def test_one_rank_of_a_machine_tries_memory_of_a_device(monkeypatch: pytest.Monk
     monkeypatch.setattr(cuda_aware, "DeviceTransport", MagicMock())
     run_threads(3, lambda comm: transport.make_transport("device", comm, torch.device("cuda")))
     tried.assert_called_once_with("cuda")
-
-
-@pytest.mark.parametrize(
-    ("kind", "messages"), [("cuda", PipelinedTransport), ("cpu", HostTransport)]
-)
-def test_a_library_of_collectives_leaves_messages_to_another_transport(
-    kind: str, messages: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "CudaStreams", MagicMock())
-    monkeypatch.setattr(distributed, "make_group", MagicMock())
-    monkeypatch.setattr(distributed, "DistributedTransport", lambda comm, group, used, *_: used)
-    device = torch.device(kind)
-    (made,) = run_threads(1, lambda comm: transport.make_transport("distributed", comm, device))
-    assert type(made) is messages
 
 
 @spmd(2)

@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from refusals import calls, decoders, kinds, layers, models, parts, pure, scheduling, training
+from refusals import (
+    calls,
+    decoders,
+    inner,
+    kinds,
+    layers,
+    models,
+    parts,
+    pure,
+    scheduling,
+    training,
+)
 from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
@@ -58,102 +69,24 @@ def rows(*tables: Table, ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("axes", "row"), [*found.values()], ids=[*found])
 
 
-@rows(*(x.EVERYWHERE for x in (calls, kinds, models, decoders, training)), ranks=2)
+@rows(*(x.EVERYWHERE for x in (calls, inner, kinds, models, decoders, training)), ranks=2)
 @spmd(1, 3)
 def test_what_is_wrong_everywhere(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
 
 
-@rows(*(x.ON_ONE_RANK for x in (calls, kinds, parts, models, decoders, training)), ranks=2)
+@rows(*(x.ON_ONE_RANK for x in (calls, inner, kinds, parts, models, decoders, training)), ranks=2)
 @spmd(2)
 def test_what_is_wrong_on_one_rank_is_raised_on_both(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
 
 
-@rows(*(x.ON_ONE_RANK for x in (calls, kinds, models, decoders, training)), ranks=4)
+@rows(*(x.ON_ONE_RANK for x in (calls, inner, kinds, models, decoders, training)), ranks=4)
 @spmd(4)
 def test_what_is_wrong_on_one_rank_of_a_grid_is_raised_on_all(
     comm: Any, axes: str, row: Row
 ) -> None:
     check_refused(comm, axes, row)
-
-
-@pytest.mark.parametrize(
-    ("collective", "sizes"),
-    [
-        *(
-            (name, "sizes")
-            for name in ("all_gather", "gather_replicated", "reduce_scatter", "shift")
-        ),
-        *(("all_to_all", name) for name in ("split_sizes", "concat_sizes")),
-    ],
-)
-@spmd(1, 3)
-def test_sizes_are_those_of_the_tensors_of_all_ranks(
-    comm: Any, collective: str, sizes: str
-) -> None:
-    dims = {"split_dim": 0, "concat_dim": 1} if collective == "all_to_all" else {}
-    for wrong in ([1] * comm.size, [9] * (comm.size + 1), [-1, 10, 0][: comm.size], []):
-        named = calls.call(collective, torch.ones(9, 9), **dims, **{sizes: wrong})
-        check_refused(comm, "sp", (sp.ShapeError, f"{sizes}=", named))
-
-
-RESULTS: dict[str, tuple[type[Exception], str, Callable[[Tensor, Tensor], Any]]] = {
-    "nothing": (sp.ShapeError, "inner returned NoneType", lambda out, lse: None),
-    "out alone": (sp.ShapeError, "inner returned (2, 12, ", lambda out, lse: out),
-    "a list": (sp.ShapeError, "), NoneType for q (2, 12, ", lambda out, lse: [out, None]),
-    "three": (sp.ShapeError, "returned (2, 12, ", lambda out, lse: (out, lse, lse)),
-    "too few tokens": (
-        sp.ShapeError,
-        " two tensors of shapes (2, 12, ",
-        lambda out, lse: (out[:, 1:], lse),
-    ),
-    "another layout": (sp.ShapeError, ", 12, ", lambda out, lse: (out, lse.mT)),
-    "another dtype": (sp.DtypeError, "float64", lambda out, lse: (out.double(), lse)),
-    "an error": (ValueError, "no heads", lambda out, lse: int("no heads")),
-}
-"""Wrong results of a user's attention: the expected error, a part of its text, and the change."""
-
-
-@pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("name", RESULTS)
-@spmd(1, 2, 3)
-def test_results_of_inner_that_do_not_fit_are_refused_on_all_ranks(
-    comm: Any, name: str, everywhere: bool
-) -> None:
-    kind, text, change = RESULTS[name]
-
-    def inner(*given: Any, **named: Any) -> Any:
-        found: Any = sp.local_attention(*given, **named)
-        return change(*found) if everywhere or comm.rank == comm.size - 1 else found
-
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        for return_lse in (False, True):
-            with pytest.raises(kind) as caught:
-                calls.attention(mesh, sp.ulysses_attention, inner=inner, return_lse=return_lse)
-            told = f"{type(caught.value).__name__}: {caught.value}"
-            assert comm.allgather(told) == [told] * comm.size
-            assert text in told
-        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
-
-
-@pytest.mark.parametrize("change", ["a dtype of lse", "no gradient", "no inner"])
-@spmd(2)
-def test_results_of_inner_that_differ_are_a_mismatch(comm: Any, change: str) -> None:
-    last = comm.rank == comm.size - 1
-
-    def inner(*given: Any, **named: Any) -> Any:
-        out, lse = sp.local_attention(*given, **named)
-        if not last:
-            return out, lse
-        return (out, lse.double()) if change == "a dtype of lse" else (out.detach(), lse)
-
-    q = torch.ones(1, 1, 2, 8, requires_grad=True)
-    given = None if last and change == "no inner" else inner
-    with sp.Mesh(comm, sp=2) as mesh:
-        where: Any = {"comm": mesh["sp"], "sharding": sp.Sharding.contiguous(2, 2)}
-        with pytest.raises(sp.CollectiveMismatch, match="inner"):
-            sp.ulysses_attention(q, q, q, **where, inner=given)
 
 
 def differing(mine: Any, others: Any) -> Callable[[bool], Any]:

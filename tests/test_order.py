@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from kit.carriers import CARRIERS
 from oracle.collective_cases import DEFINITIONS, Case, cases
 from oracle.fake_device import DelayedStreams
+from oracle.window_cases import use_window
+from refusals.kinds import USES, attended
 from torch import Tensor
 
 import sp_core as sp
 from sp_core import progress
 from sp_core.progress import Progress
-from sp_core.schedules import usable
+from sp_core.schedules import SCHEDULED, usable
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport import Window
@@ -39,36 +41,68 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     return [*first, *torch.autograd.grad([g.square().sum() for g in first], leaves)]
 
 
+def carried(mesh: sp.Mesh, way: str, *, split: bool) -> list[sp.Communicator]:
+    """Return one or two communicators of the mesh, after changing how they move data."""
+    groups = [mesh["two"], mesh["one"]] if split else [mesh["one", "two"]]
+    for group in groups:
+        if way.endswith("window"):
+            use_window(group, on_device=way == "device window")
+        elif hasattr(group._comm, "Allgatherv"):  # over gloo, made transports lack collectives
+            group.transport = CARRIERS[way](group)
+    return groups
+
+
+@st.composite
+def started(draw: st.DrawFn) -> Case:
+    """Draw a collective that can be started, by any algorithm of messages or the mesh's own."""
+    op = draw(st.sampled_from(STARTED))
+    algorithm = draw(st.sampled_from(("auto", *SCHEDULED[op])))
+    return draw(cases(["float64"], [op], algorithm))
+
+
 @given(
     max_ranks=5,
-    max_examples=24,
+    max_examples=40,
     check=st.sampled_from(["agree", "off"]),
-    drawn=st.lists(st.tuples(cases(["float64"], STARTED), st.booleans()), min_size=2, max_size=4),
+    drawn=st.lists(st.tuples(started(), st.booleans()), min_size=2, max_size=4),
     order=st.integers(0, 99),
-    carrier=st.sampled_from(sorted({*CARRIERS} - {"link"})),
+    split=st.booleans(),
+    way=st.sampled_from([*sorted({*CARRIERS} - {"link"}), "window", "device window"]),
 )
-def test_each_rank_waits_in_an_order_of_its_own(
-    comm: Any, check: Any, drawn: list[tuple[Case, bool]], order: int, carrier: str
+def test_each_rank_polls_and_waits_in_an_order_of_its_own(
+    comm: Any,
+    check: Any,
+    drawn: list[tuple[Case, bool]],
+    order: int,
+    split: bool,
+    way: str,
 ) -> None:
-    """In half of the examples ranks wait under `no_grad`. Some inputs need no gradient."""
-    with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
-        if hasattr(comm, "Allgatherv"):  # over gloo, transports made by hand lack collectives
-            mesh["sp"].transport = CARRIERS[carrier](mesh["sp"])
+    """All ranks start the collectives in one order, on one or on several communicators.
+
+    In half of the examples ranks wait under `no_grad`. Some inputs need no gradient.
+    """
+    half = 2 if split and comm.size % 2 == 0 else 1
+    random = Random(order * 31 + comm.rank)
+    with sp.Mesh(comm, check=check, one=half, two=comm.size // half) as mesh:
+        groups = (4 * carried(mesh, way, split=split))[: len(drawn)]
         leaves = [
-            case.inputs(comm.size)[comm.rank].clone().requires_grad_(needs or place == 0)
-            for place, (case, needs) in enumerate(drawn)
+            case.inputs(group.size)[group.rank].clone().requires_grad_(needs or place == 0)
+            for place, (group, (case, needs)) in enumerate(zip(groups, drawn, strict=True))
         ]
 
         def called(suffix: str) -> list[Any]:
-            """Call or start the collectives on the squares of the leaves."""
-            pairs = zip([case for case, _ in drawn], leaves, strict=True)
-            return [
-                getattr(sp, case.op + suffix)(x * x, comm=mesh["sp"], **case.arguments(comm.size))
-                for case, x in pairs
-            ]
+            """Call or start the collectives on the squares of the leaves, and poll now and then."""
+            found = []
+            for group, (case, _), x in zip(groups, drawn, leaves, strict=True):
+                named = case.arguments(group.size)
+                named |= {"algorithm": "window"} if way.endswith("window") else {}
+                found.append(getattr(sp, case.op + suffix)(x * x, comm=group, **named))
+                for _ in range(random.randrange(1 + order % 4)):
+                    mesh["one"].poll()
+            return found
 
         wanted, pending = called(""), called("_start")
-        for place in Random(order * 31 + comm.rank).sample(range(len(pending)), len(pending)):
+        for place in random.sample(range(len(pending)), len(pending)):
             with torch.set_grad_enabled(order % 2 == 0):
                 pending[place].wait()
         results = [waiting.wait() for waiting in pending]
@@ -116,34 +150,14 @@ def test_one_rank_waits_before_a_call_and_the_others_after_it(comm: Any, meanwhi
         assert torch.equal(pending.wait(), torch.full((40,), 3.0))
 
 
-def attention(scheme: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
-    sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-    out: Tensor = scheme(*[x.view(1, 2, 1, 4)] * 3, comm=comm, sharding=sharding)
-    return out
-
-
-def parallel(kind: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
-    sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-    layer = kind.from_linear(torch.nn.Linear(4, 4, bias=False), comm=comm, sharding=sharding)
-    tokens, features = (
-        (2, 4) if kind is sp.ColumnParallelLinear else (2 * comm.size, layer.weight.shape[1])
-    )
-    out: Tensor = layer(x[:1].expand(1, tokens, 4)[..., :features])
-    return out
-
-
-DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
-    "all_reduce": lambda x, comm: sp.all_reduce(x, comm=comm),
-    "all_gather_start": lambda x, comm: sp.all_gather_start(x, comm=comm).wait(),
-    "copy_to_group": lambda x, comm: sp.copy_to_group(x, comm=comm),
-    "copy_all_to_group": lambda x, comm: sp.copy_all_to_group([x], comm=comm)[0],
-    "a norm": lambda x, comm: sp.RMSNorm(4, comm=comm)(x),
-    "column parallel": lambda x, comm: parallel(sp.ColumnParallelLinear, x, comm),
-    "row parallel": lambda x, comm: parallel(sp.RowParallelLinear, x, comm),
+DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Mesh], Tensor]] = {
+    **USES,
     **{
-        name: lambda x, comm, scheme=scheme: attention(scheme, x, comm)  # type: ignore[misc]
-        for name, scheme in SCHEMES.items()
+        f"{name}_attention": lambda x, mesh, name=name: attended(name, x, mesh)[0]  # type: ignore[misc]
+        for name in SCHEMES
     },
+    "all_gather_start": lambda x, mesh: sp.all_gather_start(x, comm=mesh["sp"]).wait(),
+    "a norm": lambda x, mesh: sp.RMSNorm(4, comm=mesh["sp"])(x),
 }
 
 
@@ -152,8 +166,8 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
 def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, name: str) -> None:
     """Without the agreement each rank would get the gradient of the other call."""
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        x = torch.ones(2, 4, requires_grad=True)
-        first, second = (DIFFERENTIABLE[name](x, mesh["sp"]) for _ in range(2))
+        x = torch.ones(1, 2, 2, 4, requires_grad=True)
+        first, second = (DIFFERENTIABLE[name](x, mesh) for _ in range(2))
         with pytest.raises(
             sp.CollectiveMismatch, match=r"rank 0: the backward of (?s:.*)rank 1.*: the backward of"
         ):

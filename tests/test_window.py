@@ -76,15 +76,6 @@ def test_no_order_of_the_ranks_changes_a_result(
             assert torch.equal(x, problem.expected(tasks, given_, rank)), (problem, rank)
 
 
-@plain_given(problem=problems, slot=st.integers(5, 40), first=st.integers(0, SLOTS - 1))
-def test_one_rank_uses_no_slots(problem: Problem, slot: int, first: int) -> None:
-    """Nobody reads them, so its window has none."""
-    program = program_of(problem.task(0, 1, slot)._replace(first=first), "window")
-    combines = [combine for step in program.steps for combine in step.then]
-    used = {region.buffer for c in combines for region in (c.into, *c.parts)}
-    assert (Buffer.TMP in used, program.scratch) == (False, 0)
-
-
 @spmd(2)
 def test_a_step_waits_for_the_other_ranks(comm: Any) -> None:
     """A step begins when the other ranks have made all steps before it.

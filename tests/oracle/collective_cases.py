@@ -135,7 +135,8 @@ class Case:
         """Return the arguments of the call, without the tensor and the communicator."""
         sizes = self.lengths(size) if self.given_sizes else None
         along, root = {"dim": self.dim, "sizes": sizes}, {"root": self.root(size)}
-        exchange = {"split_dim": self.other_dim, "concat_dim": self.dim, "concat_sizes": sizes}
+        split, concat = self.other_dim - 3, self.dim - 3 * (self.seed % 2)
+        exchange = {"split_dim": split, "concat_dim": concat, "concat_sizes": sizes}
         own: dict[str, dict[str, Any]] = {
             "all_gather": along,
             "gather_replicated": along,

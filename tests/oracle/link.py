@@ -88,13 +88,11 @@ class LinkTransport(Transport):
             "to the mesh, such as algorithm='ring'."
         )
 
-    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> NoReturn:
-        """Refuse a collective of the MPI library."""
-        self.start(operation, send, recv)
+    prepare = start
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""
-        self._host.announce(_with_times(sends), _with_times(recvs))
+        self.announce(sends, recvs)
         return self.post(self.bind(sends), self.bind(recvs), TAG)
 
     def announce(self, sends: Messages, recvs: Messages) -> Handle:
@@ -116,9 +114,6 @@ class LinkTransport(Transport):
             left.fill_(gone)
         handle = self._host.post(_parts(sends), _parts(recvs), tag)
         return _Late(handle, self._link, gone, [(left, nbytes) for _, (nbytes, left, _) in recvs])
-
-    def close(self, *, together: bool) -> None:
-        """Do nothing, because the transport holds nothing."""
 
 
 class _Late:

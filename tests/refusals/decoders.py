@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from refusals.calls import Table, Wrong
-from refusals.models import CASE, sending
-from refusals.training import FOLDER, HALVES, lowered
+from refusals.kinds import lowered, sending
+from refusals.models import CASE
+from refusals.training import FOLDER, HALVES, converted
 from torch import nn
 
 import sp_core as sp
@@ -99,20 +101,6 @@ CALLS: dict[str, Callable[[Llama], object]] = {
 """Calls of a model on two sequence ranks."""
 
 
-def changed(
-    call: Callable[[Llama], object], change: Callable[[Llama, str], object], name: str, tied: bool
-) -> Any:
-    """Return a call of a model, a part of which is changed on the last rank."""
-
-    def use(mesh: sp.Mesh, here: bool) -> object:
-        model = replace(CASE, tied=tied).model(mesh)
-        if here:
-            change(model, name)
-        return call(model)
-
-    return use
-
-
 EVERYWHERE: Table = {
     "ring": {
         "an empty prompt": (ValueError, "prompt 1 is empty", generated([[1], []], 4)),
@@ -192,7 +180,11 @@ ON_ONE_RANK: Table = {
             f"{name} of a {what} that {how}": (
                 TypeError,
                 f": {name} {found}; needed is the",
-                changed(call, change, name, name == "embed_tokens"),
+                converted(
+                    call,
+                    partial(change, name=name),
+                    replace(CASE, tied=name == "embed_tokens"),
+                ),
             )
             for what, call in CALLS.items()
             for how, change, found, names in (

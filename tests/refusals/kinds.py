@@ -1,7 +1,8 @@
 """List calls with values of a wrong kind: tensors without memory, seeds and names that are none."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,20 +36,42 @@ def freed(x: Tensor) -> Tensor:
     return x
 
 
-def graded(wrong: Wrong) -> Wrong:
-    """Return a call that is made without gradients on the last rank."""
+def within(context: Callable[[], AbstractContextManager[Any]], wrong: Wrong) -> Wrong:
+    """Return a call that is made in a context on the last rank."""
 
     def made(mesh: sp.Mesh, here: bool) -> object:
-        with torch.set_grad_enabled(not here):
+        with context() if here else nullcontext():
             return wrong(mesh, here)
 
     return made
 
 
-def ringed(x: Tensor, mesh: sp.Mesh) -> Any:
-    """Return out and lse of ring attention of x to itself."""
+def graded(wrong: Wrong) -> Wrong:
+    """Return a call that is made without gradients on the last rank."""
+    return within(torch.no_grad, wrong)
+
+
+def lowered(wrong: Wrong) -> Wrong:
+    """Return a call that is made under autocast on the last rank only."""
+    return within(partial(torch.autocast, "cpu", torch.bfloat16), wrong)
+
+
+def sending(wrong: Wrong) -> Wrong:
+    """Let a wrong call send before it raises: reset the counters, which the test expects at 0."""
+
+    def call(mesh: sp.Mesh, here: bool) -> object:
+        try:
+            return wrong(mesh, here)
+        finally:
+            comm_of(mesh).counters.reset()
+
+    return call
+
+
+def attended(name: str, x: Tensor, mesh: sp.Mesh) -> Any:
+    """Return out and lse of attention of x to itself, by the scheme called `name`."""
     sharding = sp.Sharding.contiguous(2 * mesh.size, mesh.size)
-    return SCHEMES["ring"](x, x, x, comm=comm_of(mesh), sharding=sharding, return_lse=True)
+    return SCHEMES[name](x, x, x, comm=comm_of(mesh), sharding=sharding, return_lse=True)
 
 
 USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
@@ -56,7 +79,7 @@ USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "reduce": lambda x, mesh: sp.reduce(x, comm=comm_of(mesh)),
     "copy_to_group": lambda x, mesh: sp.copy_to_group(x, comm=comm_of(mesh)),
     "copy_all_to_group": lambda x, mesh: sp.copy_all_to_group([x], comm=comm_of(mesh))[0],
-    "ring_attention": lambda x, mesh: ringed(x, mesh)[0],
+    "ring_attention": lambda x, mesh: attended("ring", x, mesh)[0],
     "ColumnParallelLinear": lambda x, mesh: sp.ColumnParallelLinear.from_linear(
         nn.Linear(4, 4), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(4, 2)
     )(x[0]),
@@ -127,12 +150,7 @@ def batched(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
 
 def dual(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
     """Return a call of a function with a dual tensor of forward-mode AD on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        with forward_ad.dual_level() if here else nullcontext():
-            return given(use, lambda x: forward_ad.make_dual(x, x))(mesh, here)
-
-    return wrong
+    return within(forward_ad.dual_level, given(use, lambda x: forward_ad.make_dual(x, x)))
 
 
 def seeded(seed: Any) -> Wrong:
@@ -149,6 +167,13 @@ def kept(x: Tensor) -> Tensor:
     return torch.inference_mode()(x.clone)()
 
 
+WRONG_SIZES: dict[str, Callable[[int], list[int]]] = {
+    "for other lengths": lambda ranks: [1] * ranks,
+    "for more ranks": lambda ranks: [9] * (ranks + 1),
+    "below 0": lambda ranks: [-1, 10, 0][:ranks],
+    "for no rank": lambda ranks: [],
+}
+"""Sizes that do not describe tensors of length 9 on each rank."""
 EVERYWHERE: Table = {
     "ring": {
         **{
@@ -168,6 +193,24 @@ EVERYWHERE: Table = {
                 lambda mesh, here, axis=axis: mesh[axis],  # type: ignore[misc]
             )
             for axis in (0, None, slice(None), [["ring"]])
+        },
+        **{
+            f"{name} of {op} {what}": (
+                sp.ShapeError,
+                f"{name}=",
+                lambda mesh, here, op=op, name=name, wrong=wrong, more=more: getattr(sp, op)(  # type: ignore[misc]
+                    torch.ones(9, 9), comm=comm_of(mesh), **more, **{name: wrong(mesh.size)}
+                ),
+            )
+            for op, name, more in (
+                *((op, "sizes", {}) for op in ("all_gather", "gather_replicated")),
+                *((op, "sizes", {}) for op in ("reduce_scatter", "shift")),
+                *(
+                    ("all_to_all", name, {"split_dim": 0, "concat_dim": 1})
+                    for name in ("split_sizes", "concat_sizes")
+                ),
+            )
+            for what, wrong in WRONG_SIZES.items()
         },
     }
 }
@@ -211,7 +254,7 @@ ON_ONE_RANK: Table = {
                 "without memory that could be sent",
                 batched(use),
             )
-            for name, use in {**USES, "lse": lambda x, mesh: ringed(x, mesh)[1]}.items()
+            for name, use in {**USES, "lse": lambda x, mesh: attended("ring", x, mesh)[1]}.items()
         },
         **{
             f"a lazy parameter in {op}": (

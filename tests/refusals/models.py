@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from llama_cases import Case
 from refusals.calls import Table, Wrong, comm_of
+from refusals.kinds import sending
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -62,18 +63,6 @@ def loss(change: Callable[[Tensor, Tensor], tuple[Any, ...]], *, everywhere: boo
         return next_token_loss(*bad[:2], tensor=tensor, data=data, **named)
 
     return compute
-
-
-def sending(wrong: Wrong) -> Wrong:
-    """Let a wrong call send before it raises: reset the counters, which the test expects at 0."""
-
-    def call(mesh: sp.Mesh, here: bool) -> object:
-        try:
-            return wrong(mesh, here)
-        finally:
-            comm_of(mesh).counters.reset()
-
-    return call
 
 
 def logits(change: Callable[[Tensor], Tensor]) -> Any:

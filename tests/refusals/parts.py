@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from oracle.changed_parts import CHANGES, Scaled
 from refusals.calls import Table, Wrong, comm_of
+from refusals.kinds import lowered
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -94,16 +95,6 @@ def other(name: str) -> Callable[[Any], Any]:
     return lambda layer: getattr(layer, name).requires_grad_(not getattr(layer, name).requires_grad)
 
 
-def lowered(kind: Any) -> Wrong:
-    """Return a call of a parallel layer, inside autocast on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        with torch.autocast("cpu", torch.bfloat16, enabled=here):
-            return changed(kind, lambda layer: layer, called)(mesh, here)
-
-    return wrong
-
-
 def split(kind: Any, change: Callable[[Any], Any]) -> Wrong:
     """Return a parallel layer made of a linear layer that is changed on the last rank."""
 
@@ -166,7 +157,11 @@ ON_ONE_RANK: Table = {
             for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
         },
         **{
-            f"another autocast of a {kind.__name__}": (MISMATCH, "autocast=", lowered(kind))
+            f"another autocast of a {kind.__name__}": (
+                MISMATCH,
+                "autocast=",
+                lowered(changed(kind, lambda layer: layer, called)),
+            )
             for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
         },
         "a part of a layer that communicates": (

@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from llama_cases import Case
 from refusals.calls import Row, Table, Wrong
-from refusals.kinds import graded
+from refusals.kinds import graded, lowered
 from refusals.models import CASE
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -98,26 +99,18 @@ CALLS: dict[str, tuple[Callable[[Llama], object], str]] = {
 """By name: a call of a model, and axes over whose ranks it compares the model."""
 
 
-def converted(call: Callable[[Llama], object], change: Callable[[Llama], object]) -> Wrong:
+def converted(
+    call: Callable[[Llama], object], change: Callable[[Llama], object], case: Case = CASE
+) -> Wrong:
     """Return a call of a model that the last rank has changed before."""
 
     def convert(mesh: sp.Mesh, here: bool) -> object:
-        model = CASE.model(mesh)
+        model = case.model(mesh)
         if here:
             change(model)
         return call(model)
 
     return convert
-
-
-def lowered(wrong: Wrong) -> Wrong:
-    """Return a call that is made under autocast on the last rank only."""
-
-    def lower(mesh: sp.Mesh, here: bool) -> object:
-        with torch.autocast("cpu", torch.bfloat16, enabled=here):
-            return wrong(mesh, here)
-
-    return lower
 
 
 HALVES = "the model of torch.float16 was called under autocast to torch.bfloat16"
@@ -176,15 +169,9 @@ def frozen() -> dict[str, Row]:
     return rows | {"a forward without gradients": (sp.CollectiveMismatch, text, ungraded)}
 
 
-def hooked(call: Callable[[Llama], object], name: str) -> Wrong:
-    """Return a call of a model of which a weight on the last rank has a hook on its gradient."""
-
-    def convert(mesh: sp.Mesh, here: bool) -> object:
-        model = CASE.model(mesh)
-        getattr(model.norm.weight, name)(Tensor.neg_) if here else None
-        return call(model)
-
-    return convert
+def hooked(name: str, model: Llama) -> None:
+    """Register a hook on the gradient of a weight, by its method `name`."""
+    getattr(model.norm.weight, name)(Tensor.neg_)
 
 
 def stepping(make: Callable[[Any], Any]) -> Wrong:
@@ -261,7 +248,7 @@ ON_ONE_RANK: Table = {
             f"{what} of a weight after {name}": (
                 ValueError,
                 "norm.weight has a hook on its gradient, which",
-                hooked(CALLS[what][0], name),
+                converted(CALLS[what][0], partial(hooked, name)),
             )
             for name in ("register_hook", "register_post_accumulate_grad_hook")
             for what in ("a forward", "a backward", "a pipeline")
