@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser of all commands. `run` has options of its own, which it parses."""
-    from sp_core import doctor, inference, planning
+    from sp_core import doctor, inference, projection
 
     parser = argparse.ArgumentParser(
         prog="sp-core", description="Sequence-parallel Transformers over MPI."
@@ -86,18 +86,18 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure the times by which algorithm='auto' chooses, and save them",
     )
-    planning.add_arguments(commands)
+    projection.add_arguments(commands)
     inference.add_arguments(commands)
     return parser
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from sp_core import planning
+    from sp_core import projection
     from sp_core.machine import node_name
     from sp_core.tuning import latest
 
     try:
-        print(planning.main(options, latest(node_name())), flush=True)
+        print(projection.main(options, latest(node_name())), flush=True)
     except ValueError as error:
         parser.error(str(error))
     return 0

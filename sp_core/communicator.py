@@ -16,7 +16,7 @@ from sp_core.compiling import eager
 from sp_core.counters import Counters
 from sp_core.errors import DeviceError, NotCopied, RankError, short_text
 from sp_core.observer import LEFT_TAG, observer_of
-from sp_core.schedules import Operation, defaults
+from sp_core.programs import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
 from sp_core.transport.base import Intracomm, Transfer
@@ -42,7 +42,7 @@ class Communicator(NotCopied):
         check: "agree" or "off", as in `Mesh`.
         name: the communicator's name in error messages.
         algorithm: what calls with algorithm="auto" use: one name, or a name for each collective;
-            see `sp_core.schedules.defaults`.
+            see `sp_core.programs.defaults`.
         nodes: for each rank the number of its node (machine).
         tuning: measured constants by which "auto" chooses if `algorithm` is "auto" too, the same on
             every rank; None: the MPI library chooses.

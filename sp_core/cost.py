@@ -16,7 +16,7 @@ only keys and values that other ranks see; a full mask shows all. A block is the
 one rank. tp_sp is a column-parallel layer followed by a row-parallel one.
 
 These are bytes of payload. If a mesh uses an algorithm of this library for a collective,
-`sp_core.schedules.cost` gives the bytes sent. With `shared`, ranks read keys and values in each
+`sp_core.programs.cost` gives the bytes sent. With `shared`, ranks read keys and values in each
 other's memory. Then the bytes are those that a rank reads of other ranks, and the messages are the
 blocks that it reads in place. Heads are exchanged, and allgather_kv sums gradients, by messages all
 the same.

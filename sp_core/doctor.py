@@ -28,7 +28,7 @@ from sp_core.launch.bounded import bounded, last_line, launch_problem
 from sp_core.launch.command import find_mpiexec
 from sp_core.machine import cores, cpu_model, in_job, loaded_library, started_tasks
 from sp_core.mesh import Mesh, named_transport, read_nodes
-from sp_core.schedules import defaults
+from sp_core.programs import defaults
 from sp_core.transport import NAMES, Intracomm, count_devices
 from sp_core.transport.cuda_aware import no_device_memory
 from sp_core.tuning import FileError, find

@@ -41,7 +41,7 @@ from sp_core.llama.text import (
 )
 from sp_core.machine import home_or, in_job, temporary_folder
 from sp_core.mesh import Mesh
-from sp_core.schedules import defaults
+from sp_core.programs import defaults
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -28,7 +28,7 @@ from sp_core.collectives import execution
 from sp_core.collectives.plans import plan
 from sp_core.communicator import Communicator
 from sp_core.mesh import Mesh, fingerprint
-from sp_core.schedules import SCHEDULED, operation, usable
+from sp_core.programs import SCHEDULED, operation, usable
 from sp_core.scratch import Scratch
 from sp_core.transport import Intracomm, wait
 from sp_core.tuning import (

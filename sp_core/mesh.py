@@ -20,7 +20,7 @@ from sp_core.communicator import Check, Communicator, Reordered
 from sp_core.errors import DeviceError, NotCopied, RankError, ShapeError
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
-from sp_core.schedules import defaults
+from sp_core.programs import defaults
 from sp_core.transport import (
     MAY_BE_REFUSED,
     NAMES,
@@ -67,7 +67,7 @@ class Mesh(NotCopied):
             With "agree" each collective inside a call, or in its backward, may make one more.
         algorithm: the algorithm of each collective whose call says "auto": a name, for all
             collectives that have it, or names by collective, as a mapping or as text,
-            "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them. Default:
+            "all_reduce=ring,all_gather=bruck"; `sp_core.programs.ALGORITHMS` lists them. Default:
             the environment's SP_ALGORITHM, else "auto".
         nodes: the node of each rank of `comm`, any numbers. Only algorithms use it. Default: the
             environment's SP_NODES, such as "0,0,1,1"; else nodes differ by host name and boot id.

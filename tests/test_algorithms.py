@@ -17,7 +17,7 @@ from oracle.window_cases import in_rank_order, use_window
 
 import sp_core as sp
 from sp_core.collectives import combining
-from sp_core.schedules import ALGORITHMS, HALF, cost, table
+from sp_core.programs import ALGORITHMS, HALF, cost, table
 from sp_core.schemes import SCHEMES
 from sp_core.scratch import Scratch
 from sp_core.testing import device, given, spmd

@@ -16,7 +16,7 @@ from benchmarks.contests.netlab.table import netlab
 from benchmarks.sample import ABSENT, race
 from benchmarks.statistics import Interval
 from sp_core.llama import create
-from sp_core.scheduling.plan import imbalance
+from sp_core.scheduling.assignment import imbalance
 from sp_core.testing import run_threads
 
 SIZES = (64, 256, 1024, 4096)

@@ -13,7 +13,7 @@ import torch
 
 import sp_core as sp
 from sp_core import transport
-from sp_core.schedules import SLOTS
+from sp_core.programs import SLOTS
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import cuda, cuda_aware, shared
 from sp_core.transport.cuda import CudaMemory, PinnedMemory

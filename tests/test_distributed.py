@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 import sp_core as sp
-from sp_core.schedules import operation
+from sp_core.programs import operation
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import distributed, groups
 from sp_core.transport.distributed import DistributedTransport, is_complete

@@ -13,7 +13,7 @@ from oracle.schedule_cases import schedule
 
 import sp_core
 from sp_core import llama, scheduling, testing
-from sp_core.schedules import doubling, table
+from sp_core.programs import doubling, table
 
 pytestmark = pytest.mark.mpi_skip
 ROOT = Path(__file__).resolve().parents[1]

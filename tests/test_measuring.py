@@ -19,7 +19,7 @@ from sp_core import measuring
 from sp_core.collectives import execution
 from sp_core.collectives.execution import BoundProgram, Ready
 from sp_core.mesh import fingerprint
-from sp_core.schedules import usable
+from sp_core.programs import usable
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport
 from sp_core.tuning import LINKS, Curve, FileError, Tuning, default_path, load, modelled, save

@@ -15,7 +15,7 @@ import sp_core as sp
 from benchmarks import launching
 from benchmarks.contests.netlab import hosts, table as program
 from benchmarks.contests.netlab.table import check_all, netlab, rows
-from sp_core.schedules import ALGORITHMS
+from sp_core.programs import ALGORITHMS
 from sp_core.testing import run_threads
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core import progress
+from sp_core.programs import SCHEDULED, usable
 from sp_core.progress import Progress
-from sp_core.schedules import SCHEDULED, usable
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport import Window

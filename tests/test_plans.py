@@ -18,7 +18,7 @@ import sp_core as sp
 from sp_core import measuring
 from sp_core.collectives import maps
 from sp_core.collectives.execution import BoundProgram, Running
-from sp_core.schedules import ALGORITHMS, SCHEDULED, operation
+from sp_core.programs import ALGORITHMS, SCHEDULED, operation
 from sp_core.scratch import Scratch
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import Window, base

@@ -23,7 +23,7 @@ import sp_core as sp
 from sp_core.agreement import agree
 from sp_core.errors import CollectiveMismatch
 from sp_core.observer import observer_of
-from sp_core.schedules import ALGORITHMS, SLOTS
+from sp_core.programs import ALGORITHMS, SLOTS
 from sp_core.sharding import split_sizes
 from sp_core.testing import LiveBytes, given, spmd, tier
 from sp_core.transport import NAMES

@@ -25,7 +25,7 @@ import sp_core as sp
 from sp_core.collectives import maps
 from sp_core.communicator import MAX_TAG
 from sp_core.observer import LEFT_TAG
-from sp_core.schedules import ALGORITHMS, SCHEDULED
+from sp_core.programs import ALGORITHMS, SCHEDULED
 from sp_core.testing import run_threads, spmd, tier
 from sp_core.transport import NAMES
 

@@ -19,7 +19,7 @@ from oracle.strategies import AttentionProblem, attention_problems
 
 import sp_core as sp
 from sp_core import transport
-from sp_core.schedules import operation
+from sp_core.programs import operation
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads, session, spmd
 from sp_core.transport import HostTransport, base, cuda, cuda_aware, distributed, wait

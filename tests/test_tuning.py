@@ -12,8 +12,8 @@ from oracle.schedule_cases import nodes_of
 from oracle.tunings import ALPHA, BETA, GAMMA, PLAIN, SLOW, drawn, straight, timed
 
 import sp_core as sp
-from sp_core import schedules
-from sp_core.schedules import ALGORITHMS, SCHEDULED, operation, program_of, usable
+from sp_core import programs
+from sp_core.programs import ALGORITHMS, SCHEDULED, operation, program_of, usable
 from sp_core.testing import given, spmd
 from sp_core.tuning import (
     Curve,
@@ -124,7 +124,7 @@ def test_a_prediction_without_times_is_that_of_the_slowest_rank(
     """The vector has 1024 elements per rank, or one in all. Some ranks may be on another node."""
     nodes = (*(0,) * (size - size // 2), *(int(apart),) * (size // 2))
     count, pieces = (1, (1, *(0,) * (size - 1))) if count == 1 else (count * size, (count,) * size)
-    segment = schedules.segment_length(count, size, 4)
+    segment = programs.segment_length(count, size, 4)
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         mpi = min(modelled(SLOW, op, name, nodes, 4 * count) for name in SCHEDULED[op])
         assert modelled(SLOW, op, "mpi", nodes, 4 * count) == mpi

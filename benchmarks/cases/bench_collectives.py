@@ -16,7 +16,7 @@ from benchmarks.cases.case import Phases, Work, dtype_of
 from benchmarks.records import AXIS, Case, make_case
 from sp_core.collectives import api
 from sp_core.mesh import Mesh
-from sp_core.schedules import ALGORITHMS
+from sp_core.programs import ALGORITHMS
 from sp_core.sharding import split_sizes
 from sp_core.transport import MAY_BE_REFUSED, NAMES
 

@@ -12,7 +12,7 @@ from benchmarks.cases.case import Phases, Work, dtype_of
 from benchmarks.records import Case, make_case
 from sp_core.llama import Decoder, Llama, LlamaConfig, create
 from sp_core.mesh import Mesh
-from sp_core.schedules import ALGORITHMS
+from sp_core.programs import ALGORITHMS
 from sp_core.sharding import split_sizes
 from sp_core.transport import NAMES
 

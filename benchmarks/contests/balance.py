@@ -32,14 +32,14 @@ from sp_core.machine import cores
 from sp_core.mesh import Mesh
 from sp_core.scheduling import (
     POLICIES,
-    Plan,
+    Assignment,
     bubble_share,
     one_forward_one_backward,
     picture,
     prefill_only,
     timeline,
 )
-from sp_core.scheduling.plan import imbalance
+from sp_core.scheduling.assignment import imbalance
 
 WHOLE = "round_robin"
 """The policy whose logits the others are compared with: it shards nothing."""
@@ -70,13 +70,13 @@ def workload() -> list[list[int]]:
     return [list(text[: -(-len(text) // SHORTER)]) for text in source_files()]
 
 
-def plans(sequences: Sequence[Sequence[int]], ranks: int) -> dict[str, Plan]:
+def plans(sequences: Sequence[Sequence[int]], ranks: int) -> dict[str, Assignment]:
     """Return the plan that each policy makes for some sequences."""
     lengths, work = [len(tokens) for tokens in sequences], work_of(CONFIG)
     return {name: policy(lengths, ranks, work) for name, policy in POLICIES.items()}
 
 
-def predicted(plan: Plan) -> Record:
+def predicted(plan: Assignment) -> Record:
     """Return what the cost model predicts: loads of the ranks, shared sequences, useful share."""
     loads = plan.loads(work_of(CONFIG))
     useful = plan.useful(work_of(CONFIG)) / (max(loads) * plan.size)
@@ -96,7 +96,7 @@ def attention_operations(
     return 4 * batch * heads * dim * pairs
 
 
-def count(model: Llama, sequences: list[list[int]], plan: Plan) -> tuple[int, Tensor]:
+def count(model: Llama, sequences: list[list[int]], plan: Assignment) -> tuple[int, Tensor]:
     """Return the operations of this rank, and the logits of all sequences."""
     known = {ATTENTION: attention_operations}
     with FlopCounterMode(display=False, custom_mapping=known) as counter:

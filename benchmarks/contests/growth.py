@@ -30,7 +30,7 @@ from benchmarks.statistics import Requirement, exact_interval
 from benchmarks.worker import Rank
 from sp_core import agreement, cost
 from sp_core.mask import blocks
-from sp_core.schedules import program, table
+from sp_core.programs import program, table
 from sp_core.schemes import SCHEMES, reach
 from sp_core.transport import base
 

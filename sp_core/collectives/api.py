@@ -37,7 +37,7 @@ def all_gather(
         sizes: length of each rank's shard along `dim`, in rank order, the same on every rank. If
             None, the ranks tell each other first.
         algorithm: "auto" for the one that the mesh was made with; or a name in
-            `sp_core.schedules.ALGORITHMS["all_gather"]` (each collective has such an entry).
+            `sp_core.programs.ALGORITHMS["all_gather"]` (each collective has such an entry).
 
     Returns:
         A tensor like x, but along `dim` as long as all shards together. Differentiable.

@@ -18,7 +18,7 @@ from sp_core import arguments
 from sp_core.collectives import maps
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
-from sp_core.schedules import IN_RANK_ORDER, REDUCTIONS, check_algorithm
+from sp_core.programs import IN_RANK_ORDER, REDUCTIONS, check_algorithm
 from sp_core.sharding import split_sizes as even_sizes
 
 SUMMABLE = (

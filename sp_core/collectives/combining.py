@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK, Program
+from sp_core.programs import HALF, REDUCTIONS, WIDE_BLOCK, Program
 from sp_core.transport import Work
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sp_core.collectives.combining import combination, rewritten
 from sp_core.communicator import Communicator
-from sp_core.schedules import (
+from sp_core.programs import (
     OWN,
     SLOTS,
     Buffer,
@@ -56,7 +56,7 @@ def bind(
         comm: the communicator whose ranks run the collective.
         operation: this rank's view of the collective.
         send, recv: flat contiguous input and output (IN and OUT); None if this rank has none.
-        algorithm: a name of `sp_core.schedules.ALGORITHMS`, but not "auto".
+        algorithm: a name of `sp_core.programs.ALGORITHMS`, but not "auto".
         scratch: provides scratch memory.
         resident: whether all ranks have agreed that IN lies in tensors of one call of
             `shared_empty`, at the same offset on every rank.

@@ -25,7 +25,7 @@ from torch import Tensor
 from sp_core.collectives.execution import Ready, bind
 from sp_core.communicator import Communicator
 from sp_core.compiling import eager
-from sp_core.schedules import ALGORITHMS, Operation, operation, usable
+from sp_core.programs import ALGORITHMS, Operation, operation, usable
 from sp_core.scratch import used
 from sp_core.transport import Handle, HostTransport, Work
 
@@ -156,7 +156,7 @@ class Map(ABC):
         return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=self.planned)
 
     def operation(self, x: Tensor, counts: tuple[int, ...], **more: Any) -> Operation:
-        """Return this rank's `Operation`; the arguments are as in `schedules.operation`."""
+        """Return this rank's `Operation`; the arguments are as in `programs.operation`."""
         return operation(
             self.name, self.comm.rank, self.comm.size, counts, itemsize=x.itemsize, **more
         )

@@ -207,7 +207,7 @@ def all_reduce_(
     Communication:
         That of the forward of `all_reduce`. The call needs memory beside x: for "mpi" and for
         an x that is not contiguous a copy of x; for other algorithms the scratch of
-        `sp_core.schedules.cost`.
+        `sp_core.programs.cost`.
 
     Raises:
         ValueError: x requires a gradient and gradients are enabled; or x was made in

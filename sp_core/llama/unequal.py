@@ -26,7 +26,7 @@ from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig, Tokens, check_sequences
 from sp_core.llama.model import Llama, Pass, check_model, document_positions
 from sp_core.llama.train import packed
-from sp_core.scheduling import Plan, Work
+from sp_core.scheduling import Assignment, Work
 from sp_core.segments import grouped
 from sp_core.sharding import Sharding, split_sizes
 
@@ -49,7 +49,7 @@ def work_of(config: LlamaConfig) -> Work:
 
 
 def prefill_unequal(
-    model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS
+    model: Llama, sequences: Tokens, plan: Assignment, *, pass_tokens: int = PASS_TOKENS
 ) -> Tensor:
     """Compute the logits after the last token of each sequence. Every rank calls this.
 
@@ -97,7 +97,9 @@ def prefill_unequal(
 
 
 @torch.no_grad()
-def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
+def compute(
+    model: Llama, sequences: Tokens, plan: Assignment, *, pass_tokens: int = PASS_TOKENS
+) -> Rows:
     """Compute this rank's part of `prefill_unequal`, without a check that the ranks agree.
 
     Returns:
@@ -132,7 +134,12 @@ def collect(model: Llama, rows: Rows, count: int) -> Tensor:
 
 
 def _computed(
-    model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan, *, alone: bool = False
+    model: Llama,
+    numbers: Sequence[int],
+    sequences: Tokens,
+    plan: Assignment,
+    *,
+    alone: bool = False,
 ) -> Rows:
     """Compute the sequences with these indices, packed into one row.
 
@@ -183,12 +190,12 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
     counter.free()
 
 
-def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> None:
+def _check(model: Llama, sequences: Tokens, plan: Assignment, pass_tokens: int) -> None:
     """Raise an error, on this rank, if an argument of `prefill_unequal` is wrong."""
     model.check_parts()
     arguments.check(sequences=sequences, pass_tokens=pass_tokens)
     arguments.check_type(
-        "plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced."
+        "plan", plan, Assignment, "Make one with a policy of sp_core.scheduling, such as balanced."
     )
     grid, lengths = model.grid, tuple(map(len, sequences))
     for axis, group in (("dp", grid.replicas), ("pp", grid.stages)):

@@ -1,10 +1,20 @@
 """Plan which rank computes which sequences, and in which order a pipeline computes micro-batches.
 
-`plan` assigns sequences of unequal length to ranks. `pipeline` assigns layers to stages, and orders
-the forwards and backwards of each stage. All of it is computed locally, without communication.
-`sp_core.llama` follows the plans and orders.
+An `Assignment` says which ranks compute which sequences of unequal length. `pipeline` assigns
+layers to stages, and orders the forwards and backwards of each stage. All of it is computed
+locally, without communication. `sp_core.llama` follows the assignments and orders.
 """
 
+from sp_core.scheduling.assignment import (
+    POLICIES,
+    Assignment,
+    Work,
+    balanced,
+    contiguous,
+    dynamic,
+    padded,
+    round_robin,
+)
 from sp_core.scheduling.pipeline import (
     Slot,
     Timeline,
@@ -16,20 +26,10 @@ from sp_core.scheduling.pipeline import (
     split_stages,
     timeline,
 )
-from sp_core.scheduling.plan import (
-    POLICIES,
-    Plan,
-    Work,
-    balanced,
-    contiguous,
-    dynamic,
-    padded,
-    round_robin,
-)
 
 __all__ = [
     "POLICIES",
-    "Plan",
+    "Assignment",
     "Slot",
     "Timeline",
     "Work",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sp_core.errors import RankError
-from sp_core.schedules import Operation
+from sp_core.programs import Operation
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm as Intracomm

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sp_core.errors import DeviceError
 from sp_core.launch.bounded import bounded, last_line
-from sp_core.schedules import Operation
+from sp_core.programs import Operation
 from sp_core.transport.base import Done, Handle, Intracomm, ordered
 from sp_core.transport.host import HostTransport, as_numpy
 

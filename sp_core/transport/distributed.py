@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sp_core.errors import DeviceError, PeerFailed, short_text
 from sp_core.observer import observer_of
-from sp_core.schedules import Operation
+from sp_core.programs import Operation
 from sp_core.transport.base import (
     Bound,
     Done,

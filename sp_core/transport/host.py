@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_core.observer import observer_of
-from sp_core.schedules import HALF, Operation
+from sp_core.programs import HALF, Operation
 from sp_core.transport.base import Bound, Handle, Intracomm, Messages, Transfer, Transport, at_once
 
 MAX_COUNT = 2**30

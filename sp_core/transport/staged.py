@@ -21,8 +21,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from sp_core.programs import Operation
 from sp_core.progress import of_this_rank
-from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, ordered, wait
 from sp_core.transport.cuda import CudaStreams
 from sp_core.transport.host import HostTransport, OverHost, beside, in_turn

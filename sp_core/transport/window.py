@@ -8,7 +8,7 @@ An operation (a collective, or a set of messages) is a list of steps. A step is 
 sums that one rank makes. All ranks start operations in the same order, with equally many steps. A
 rank's flag is the number of steps that it has made since the window was made. A step begins when
 every rank has made all steps before it. The first step of an operation is an exception: it only
-writes into slots that nobody reads any more (see `sp_core.schedules.window`). So it need not wait
+writes into slots that nobody reads any more (see `sp_core.programs.window`). So it need not wait
 for the last step of the operation before it.
 
 The slots may lie in memory of a device. Then the copies of a step are queued on a CUDA stream of
@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.observer import observer_of
-from sp_core.schedules import SLOTS
+from sp_core.programs import SLOTS
 from sp_core.transport.base import Broken, Handle, Intracomm, Messages, Transfer, at_once, wait
 from sp_core.transport.shared import (
     GROWING,

@@ -28,7 +28,7 @@ from functools import lru_cache
 
 import torch
 
-from sp_core.schedules import SCHEDULED, Program, Step, operation, program_of, segment_length
+from sp_core.programs import SCHEDULED, Program, Step, operation, program_of, segment_length
 from sp_core.segments import split_sizes
 
 Nodes = tuple[int, ...]
@@ -192,7 +192,7 @@ def predict(
 
     Args:
         tuning: constants of the machine.
-        op, algorithm: a collective, and an algorithm of `sp_core.schedules.ALGORITHMS[op]` other
+        op, algorithm: a collective, and an algorithm of `sp_core.programs.ALGORITHMS[op]` other
             than "auto".
         nodes: for each rank the number of its node.
         nbytes: bytes of the whole vector, in float32 and split evenly: the result of an all-gather,

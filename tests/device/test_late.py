@@ -15,7 +15,7 @@ from device.build import load
 from device.plugin import TRANSPORTS
 from sp_core.attention.cuda import on_device
 from sp_core.launch.bounded import bounded
-from sp_core.schedules import operation
+from sp_core.programs import operation
 from sp_core.testing import device, run_threads, spmd
 from sp_core.transport import Handle, cuda, on_stream
 from sp_core.transport.cuda_aware import DeviceTransport

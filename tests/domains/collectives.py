@@ -21,7 +21,7 @@ import sp_core as sp
 from domains import situations
 from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
-from sp_core.schedules import ALGORITHMS, SCHEDULED
+from sp_core.programs import ALGORITHMS, SCHEDULED
 from sp_core.testing import device
 
 DTYPES = {name: getattr(torch, name) for name in NAMES}

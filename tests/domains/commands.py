@@ -22,7 +22,7 @@ from domains.models import DTYPES, SCHEMES, SMALL, architecture, case_of
 from domains.situations import folder_of
 from sp_core.__main__ import main
 from sp_core.llama import Sampling, byte_tokenizer
-from sp_core.planning import Problem, link_of, project
+from sp_core.projection import Problem, link_of, project
 from sp_core.testing import device
 
 REFUSED = 2

@@ -20,7 +20,7 @@ from domains.models import FEW_CALLS, SCHEMES, SMALL, Expected, architecture, me
 from domains.situations import CALLS, LATE_SECONDS
 from sp_core.llama import Decoder, Llama, Sampling, byte_tokenizer, generate, prefill_unequal
 from sp_core.llama.unequal import work_of
-from sp_core.scheduling import POLICIES, Plan
+from sp_core.scheduling import POLICIES, Assignment
 
 
 def new(chance: Random, drawn: Values, *, low: int, high: int) -> list[int]:
@@ -185,12 +185,12 @@ def continued(
     return found
 
 
-def planned(drawn: Values, lengths: Sequence[int], size: int, case: Case) -> Plan:
+def planned(drawn: Values, lengths: Sequence[int], size: int, case: Case) -> Assignment:
     """Return the plan of the drawn policy, or one made by hand."""
     policy, numbers = drawn["plan.policy"], tuple(range(len(lengths)))
     if policy not in POLICIES:
         shared, waiting = (numbers, ()) if policy == "all shared" else ((), numbers[::-1])
-        return Plan(tuple(lengths), shared, ((),) * size, waiting)
+        return Assignment(tuple(lengths), shared, ((),) * size, waiting)
     extra = {"tolerance": drawn["plan.tolerance"]} if policy in ("balanced", "dynamic") else {}
     return POLICIES[policy](lengths, size, work_of(case.config), **extra)
 

@@ -20,7 +20,7 @@ import sp_core as sp
 from domains.declared import Call, Subject, Values
 from domains.trial import REFUSALS, finished
 from sp_core.llama import LlamaConfig, Sampling
-from sp_core.scheduling import Plan, gpipe
+from sp_core.scheduling import Assignment, gpipe
 from sp_core.testing import run_threads
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.run import ThreadsHung
@@ -84,7 +84,7 @@ NEVER: dict[Any, dict[str, Change]] = {
     },
     LlamaConfig: {"None": lambda x: None, "a dict": LlamaConfig.to_dict},
     **{key: {"a number": lambda x: 0.5, "text": str} for key in (Sampling, torch.Generator)},
-    Plan: {
+    Assignment: {
         "None": lambda x: None,
         "lengths": lambda x: x.lengths,
         "for more": lambda x: replace(x, packed=(*x.packed, ())),
@@ -128,7 +128,9 @@ SOMETIMES: dict[Any, dict[str, Change]] = {
     Path: {"text": str, "another": lambda x: x.with_name("another")},
     LlamaConfig: {"a layer more": lambda x: replace(x, num_hidden_layers=x.num_hidden_layers + 1)},
     Sampling: {"None": lambda x: None, "another seed": lambda x: Sampling(1.0, seed=x.seed + 1)},
-    Plan: {"all shared": lambda x: Plan(x.lengths, tuple(range(len(x.lengths))), ((),) * x.size)},
+    Assignment: {
+        "all shared": lambda x: Assignment(x.lengths, tuple(range(len(x.lengths))), ((),) * x.size)
+    },
     **{key: {"None": lambda x: None} for key in (Optimizer, lr_scheduler.LRScheduler, Tokenizer)},
     torch.Generator: {"another state": lambda x: torch.Generator().manual_seed(5)},
     Callable: {

@@ -20,7 +20,7 @@ from domains import situations
 from domains.collectives import DTYPES
 from domains.declared import Call, Parts, Subject, Values, same, spans, values
 from domains.situations import on_group
-from sp_core.schedules import ALGORITHMS
+from sp_core.programs import ALGORITHMS
 from sp_core.tuning import Curve, Tuning, save
 
 # Mesh

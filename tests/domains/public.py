@@ -143,7 +143,7 @@ def _methods(kind: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def everything() -> dict[str, Public]:
     """Return public functions, classes and methods by name."""
-    return functions((*MODULES, "sp_core.planning"))
+    return functions((*MODULES, "sp_core.projection"))
 
 
 def documented(words: str) -> set[str]:

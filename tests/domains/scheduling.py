@@ -8,7 +8,7 @@ from typing import Any
 
 from domains.declared import LEFT_OUT, Call, Parts, Subject, Values, judged, pure, spans, values
 from sp_core import scheduling
-from sp_core.scheduling import Plan, Work
+from sp_core.scheduling import Assignment, Work
 
 
 def subject(
@@ -81,7 +81,7 @@ def placed(chance: Random, drawn: Values, *, kinds: Sequence[int]) -> list[list[
 
 
 def plan(drawn: Values) -> Call:
-    """Return the call of `Plan` with sequences that are dealt at random."""
+    """Return the call of `Assignment` with sequences that are dealt at random."""
     shared, waiting, *packed = map(tuple, drawn["packed"])
     given = {
         "lengths": tuple(drawn["lengths"]),
@@ -90,10 +90,10 @@ def plan(drawn: Values) -> Call:
         "waiting": waiting,
         "padded_to": drawn["padded_to"],
     }
-    return Call(Plan, given, partial(judge_plan, given, drawn["work"]))
+    return Call(Assignment, given, partial(judge_plan, given, drawn["work"]))
 
 
-def judge_plan(given: Values, work: Work, made: Plan) -> None:
+def judge_plan(given: Values, work: Work, made: Assignment) -> None:
     """Compare loads with sums over each rank's sequences; waiting ones go to the least load."""
     filled = [
         length if given["padded_to"] is None else given["padded_to"] for length in given["lengths"]
@@ -155,7 +155,7 @@ def dealt(given: Values, count: int) -> tuple[list[list[int]], list[int]]:
     return packed, loads
 
 
-def judge_balanced(given: Values, made: Plan) -> None:
+def judge_balanced(given: Values, made: Assignment) -> None:
     """Compare a plan with list scheduling by hand, and its greatest load with the bound."""
     count, size = len(made.sharded), given["size"]
     packed, loads = dealt(given, count)
@@ -174,29 +174,29 @@ def judge_balanced(given: Values, made: Plan) -> None:
         assert max(before) >= (1 + tolerance) * sum(before) / size * (1 - 1e-12)
 
 
-def judge_dynamic(given: Values, made: Plan) -> None:
+def judge_dynamic(given: Values, made: Assignment) -> None:
     """Check that the sequences which the balanced plan does not share wait, the longest first."""
     extra = {} if given["tolerance"] is LEFT_OUT else {"tolerance": given["tolerance"]}
     shared = scheduling.balanced(given["lengths"], given["size"], given["work"], **extra).sharded
     waiting = tuple(number for number in longest_first(given) if number not in shared)
-    assert made == Plan(tuple(given["lengths"]), shared, ((),) * given["size"], waiting)
+    assert made == Assignment(tuple(given["lengths"]), shared, ((),) * given["size"], waiting)
 
 
-def judge_contiguous(given: Values, made: Plan) -> None:
+def judge_contiguous(given: Values, made: Assignment) -> None:
     """Check that sequences go to ranks in order, at most one more to each of the first ranks."""
     count, size = len(given["lengths"]), given["size"]
     ends = [rank * (count // size) + min(rank, count % size) for rank in range(size + 1)]
     packed = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
-    assert made == Plan(tuple(given["lengths"]), (), packed)
+    assert made == Assignment(tuple(given["lengths"]), (), packed)
 
 
-def judge_round_robin(given: Values, made: Plan, *, padded: bool = False) -> None:
+def judge_round_robin(given: Values, made: Assignment, *, padded: bool = False) -> None:
     """Check that sequence i is on rank i mod size, and if `padded` as long as the longest one."""
     packed = tuple(
         tuple(n for n in range(len(given["lengths"])) if n % given["size"] == rank)
         for rank in range(given["size"])
     )
-    assert made == Plan(
+    assert made == Assignment(
         tuple(given["lengths"]),
         (),
         packed,
@@ -220,7 +220,7 @@ SUBJECTS = [
         covers=tuple(f"scheduling.Work.{name}" for name in ("of", "between", "shares")),
     ),
     pure(
-        "scheduling.Plan",
+        "scheduling.Assignment",
         {
             "lengths": LENGTHS,
             "packed.size": SIZES,
@@ -238,7 +238,7 @@ SUBJECTS = [
             "work": WORKS,
         },
         plan,
-        covers=tuple(f"scheduling.Plan.{name}" for name in ("tokens", "loads", "useful")),
+        covers=tuple(f"scheduling.Assignment.{name}" for name in ("tokens", "loads", "useful")),
         outside={"sharded": "by packed", "waiting": "by packed", "number": "all are tried"},
     ),
     subject("balanced", POLICY | TOLERANCE, judge_balanced, together=SHARING),

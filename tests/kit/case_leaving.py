@@ -10,7 +10,7 @@ import torch
 
 import sp_core as sp
 from sp_core import observer, progress
-from sp_core.schedules import ALGORITHMS
+from sp_core.programs import ALGORITHMS
 
 LOST = 1
 NEEDED: dict[str, dict[str, int]] = {

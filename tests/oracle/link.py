@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_core.errors import DeviceError
-from sp_core.schedules import Operation
+from sp_core.programs import Operation
 from sp_core.transport.base import Bound, Handle, Messages, Transport
 from sp_core.transport.host import TAG, HostTransport
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.schedules import (
+from sp_core.programs import (
     HALF,
     REDUCTIONS,
     Buffer,
@@ -21,7 +21,7 @@ from sp_core.schedules import (
     Step,
     program_of,
 )
-from sp_core.schedules.program import overlap
+from sp_core.programs.program import overlap
 
 Value = tuple[tuple[int, int], ...]
 """An element as the sorted list of its addends: (rank, index in that rank's IN buffer) each."""

@@ -11,7 +11,7 @@ from torch import Tensor
 import sp_core as sp
 from oracle.collective_cases import NEEDED
 from oracle.proof import Schedule, schedule_of
-from sp_core.schedules import ALGORITHMS, LIBRARY, operation
+from sp_core.programs import ALGORITHMS, LIBRARY, operation
 from sp_core.segments import split_sizes
 
 NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in LIBRARY]

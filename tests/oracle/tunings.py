@@ -3,7 +3,7 @@
 from dataclasses import replace
 from random import Random
 
-from sp_core.schedules import SCHEDULED
+from sp_core.programs import SCHEDULED
 from sp_core.tuning import Curve, Tuning
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sp_core.schedules import ALGORITHMS
+from sp_core.programs import ALGORITHMS
 from sp_core.testing import session
 from sp_core.transport import MAY_BE_REFUSED, NAMES
 

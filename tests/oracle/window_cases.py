@@ -11,7 +11,7 @@ from torch import Tensor
 import sp_core as sp
 from oracle.fake_device import DelayedMemory
 from oracle.schedule_cases import pieces
-from sp_core.schedules import (
+from sp_core.programs import (
     HALF,
     OWN,
     SLOTS,

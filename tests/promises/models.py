@@ -189,7 +189,7 @@ def _(scene: Scene) -> None:
 def _(scene: Scene) -> None:
     """Let tensor ranks compute two sequences together, then three that wait."""
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
-    plan = scheduling.Plan((3, 1, 2, 4, 2), (), ((0, 1),), waiting=(2, 3, 4))
+    plan = scheduling.Assignment((3, 1, 2, 4, 2), (), ((0, 1),), waiting=(2, 3, 4))
     runs, length = 1 + 3, 3 + 1 + 2 + 4 + 2
     drawn = 4 * 8 * (scene.size - 1) * (scene.rank == 0)
     sums, logits = (

@@ -15,7 +15,7 @@ import sp_core as sp
 from sp_core.llama import Decoder, Llama, generate, prefill_unequal, save
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.llama.train import backward
-from sp_core.scheduling import Plan, Work, balanced
+from sp_core.scheduling import Assignment, Work, balanced
 
 PLAN = balanced([3, 2], 2, Work(1, 1))
 TEXTS = [[1, 2, 3], [4, 5]]
@@ -51,7 +51,7 @@ def roomy(room: Any, others: Any = None, **more: Any) -> Any:
     return make
 
 
-def unequal(texts: list[list[int]], plan: Plan) -> Any:
+def unequal(texts: list[list[int]], plan: Assignment) -> Any:
     """Return a call of `prefill_unequal`, with wrong sequences or plan on the last rank."""
     return lambda mesh, here: prefill_unequal(
         CASE.model(mesh), *((texts, plan) if here else (TEXTS, PLAN))
@@ -245,7 +245,7 @@ ON_ONE_RANK: Table = {
         "a sequence without tokens": (
             ValueError,
             "sequence 1 is empty",
-            unequal([TEXTS[0], []], Plan((3, 0), (), ((0,), (1,)))),
+            unequal([TEXTS[0], []], Assignment((3, 0), (), ((0,), (1,)))),
         ),
         "a sequence beyond the vocabulary": (
             ValueError,

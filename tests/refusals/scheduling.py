@@ -10,7 +10,7 @@ from refusals.pure import Row
 import sp_core as sp
 from sp_core.scheduling import (
     POLICIES,
-    Plan,
+    Assignment,
     Slot,
     Work,
     balanced,
@@ -60,7 +60,7 @@ ROWS: list[Row] = [
         )
     ),
     *(
-        (TypeError, f"{name}=.* was given; pass", partial(Plan, **{**PLANNED, name: wrong}))
+        (TypeError, f"{name}=.* was given; pass", partial(Assignment, **{**PLANNED, name: wrong}))
         for name, wrong in list[tuple[str, Any]](
             [
                 ("lengths", ("a",)),
@@ -78,11 +78,15 @@ ROWS: list[Row] = [
         (TypeError, f"per_{name}='a' was given; pass a number", partial(Work, *numbers))
         for name, numbers in list[tuple[str, Any]]([("token", ("a", 1)), ("pair", (1, "a"))])
     ),
-    (sp.ShapeError, "exactly once", partial(Plan, (3, 4), (0,), ((), (0, 1)))),
-    *((sp.ShapeError, "lengths >= 0", partial(Plan, (x,), (), ((0,),))) for x in NOT_LENGTHS),
-    (sp.ShapeError, "at least 1 rank", partial(Plan, (), (), ())),
-    (sp.ShapeError, "less than the longest", partial(Plan, (3, 5), (), ((0, 1),), padded_to=4)),
-    (sp.ShapeError, "longest sequence has, 0", partial(Plan, (), (), ((),), padded_to=-1)),
+    (sp.ShapeError, "exactly once", partial(Assignment, (3, 4), (0,), ((), (0, 1)))),
+    *((sp.ShapeError, "lengths >= 0", partial(Assignment, (x,), (), ((0,),))) for x in NOT_LENGTHS),
+    (sp.ShapeError, "at least 1 rank", partial(Assignment, (), (), ())),
+    (
+        sp.ShapeError,
+        "less than the longest",
+        partial(Assignment, (3, 5), (), ((0, 1),), padded_to=4),
+    ),
+    (sp.ShapeError, "longest sequence has, 0", partial(Assignment, (), (), ((),), padded_to=-1)),
     *((sp.ShapeError, f"{n} stages.* 1 layers", partial(split_stages, [1.0], n)) for n in (0, 2)),
     (sp.ShapeError, r"0 layers.* Pass the cost of each layer\.", partial(split_stages, [], 1)),
     *(

@@ -24,7 +24,7 @@ from benchmarks.launching import Record
 from benchmarks.machine import facts
 from benchmarks.worker import Intracomm, Rank
 from sp_core import measuring
-from sp_core.schedules import ALGORITHMS
+from sp_core.programs import ALGORITHMS
 from sp_core.tuning import Tuning, decide, modelled, predict
 from tests.conformance.gloo import Gloo
 from tests.oracle.collective_cases import DEFINITIONS

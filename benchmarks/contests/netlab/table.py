@@ -34,7 +34,7 @@ from benchmarks.sample import Span, makespans, race
 from benchmarks.statistics import Interval, Requirement, exact_interval
 from benchmarks.worker import Intracomm, Rank
 from sp_core.attention import Logits
-from sp_core.schedules import ALGORITHMS
+from sp_core.programs import ALGORITHMS
 from sp_core.schemes.problem import Problem
 from sp_core.schemes.ring import circulate
 from sp_core.transport import Done, Handle, HostTransport, Messages

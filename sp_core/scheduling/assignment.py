@@ -1,9 +1,9 @@
 """Plan which ranks compute which sequences of unequal length.
 
-`Work` says how many operations a sequence costs. A policy is a function that makes a `Plan` from
-the lengths. `balanced` and `dynamic` give all ranks about the same work; `contiguous`,
+`Work` says how many operations a sequence costs. A policy is a function that makes an `Assignment`
+from the lengths. `balanced` and `dynamic` give all ranks about the same work; `contiguous`,
 `round_robin` and `padded` ignore the lengths, and are for comparison. A load is the number of
-operations of a rank. Everything is local and deterministic: equal arguments give equal plans.
+operations of a rank. Everything is local and deterministic: equal arguments give equal results.
 """
 
 import heapq
@@ -63,7 +63,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Assignment:
     """Assign each sequence to all ranks, to one rank, or to the rank that is free first.
 
     A sequence is named by its index in the caller's list.
@@ -102,8 +102,8 @@ class Plan:
             or sorted(placed) != list(range(len(self.lengths)))
         ):
             raise ShapeError(
-                f"a plan for {len(self.lengths)} sequences and {len(self.packed)} ranks places "
-                f"{len(placed)}; needed are at least "
+                f"an assignment of {len(self.lengths)} sequences and {len(self.packed)} ranks "
+                f"places {len(placed)}; needed are at least "
                 "1 rank, lengths >= 0, and every sequence exactly once."
             )
         longest = max(self.lengths, default=0)
@@ -181,13 +181,15 @@ def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
     return taken
 
 
-Policy = Callable[[Sequence[int], int, Work], Plan]
-"""Function of (length of each sequence, number of ranks, cost of a sequence) that makes a plan."""
+Policy = Callable[[Sequence[int], int, Work], Assignment]
+"""Function of (each sequence's length, number of ranks, cost) that makes an `Assignment`."""
 TOLERANCE = 0.02
-"""The share by which the greatest load of a balanced plan may exceed the mean load."""
+"""The share by which the greatest load of `balanced` may exceed the mean load."""
 
 
-def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
+def balanced(
+    lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE
+) -> Assignment:
     """Plan with even loads: all ranks share the longest sequences, each other one goes to one rank.
 
     Sequences that are not shared are assigned longest first, each to the rank with the least load.
@@ -203,7 +205,7 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
             one, ranks share more sequences, which costs communication.
 
     Returns:
-        The plan, without waiting sequences.
+        The assignment, without waiting sequences.
 
     Raises:
         ShapeError: a negative length, size below 1, or a tolerance that is not above 0.
@@ -221,7 +223,7 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
     # the greatest load exceeds the mean by less than the longest unshared sequence
     allowed = tolerance * sum(map(work.of, lengths)) / size
     most = sum(work.of(lengths[number]) > allowed for number in order)
-    tried: dict[int, Plan] = {}
+    tried: dict[int, Assignment] = {}
 
     def is_enough(count: int) -> bool:
         tried[count] = _longest_first(lengths, size, work, order, count)
@@ -236,10 +238,12 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
     )
 
 
-def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
+def dynamic(
+    lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE
+) -> Assignment:
     """Plan that all ranks share the sequences that `balanced` shares; the others wait.
 
-    The others are `Plan.waiting`, longest first: a rank that has nothing to do takes the next one.
+    The others are `Assignment.waiting`, longest first: a rank with nothing to do takes the next.
     Arguments and errors are those of `balanced`.
     """
     plan = balanced(lengths, size, work, tolerance)
@@ -250,7 +254,7 @@ def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TO
     return replace(plan, packed=((),) * plan.size, waiting=tuple(waiting))
 
 
-def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
+def contiguous(lengths: Sequence[int], size: int, work: Work) -> Assignment:
     """Give each rank equally many consecutive sequences.
 
     Lengths and `work` have no effect. The first ranks get one more if the number does not divide.
@@ -260,10 +264,10 @@ def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
         TypeError: lengths or size of another type.
     """
     lengths, size = _checked(lengths, size)
-    return Plan(tuple(lengths), (), tuple(map(tuple, split_ranges(len(lengths), size))))
+    return Assignment(tuple(lengths), (), tuple(map(tuple, split_ranges(len(lengths), size))))
 
 
-def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
+def round_robin(lengths: Sequence[int], size: int, work: Work) -> Assignment:
     """Plan that rank r computes the sequences r, r + size, ..., whatever their lengths.
 
     Raises:
@@ -271,13 +275,13 @@ def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
         TypeError: lengths or size of another type.
     """
     lengths, size = _checked(lengths, size)
-    return Plan(
+    return Assignment(
         tuple(lengths), (), tuple(tuple(range(rank, len(lengths), size)) for rank in range(size))
     )
 
 
-def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Return the plan of `round_robin`, with every sequence padded to the length of the longest.
+def padded(lengths: Sequence[int], size: int, work: Work) -> Assignment:
+    """Assign as `round_robin`, with every sequence padded to the length of the longest.
 
     Raises:
         ShapeError: a negative length, or size below 1.
@@ -293,13 +297,13 @@ POLICIES: dict[str, Policy] = {
     "contiguous": contiguous,
     "padded": padded,
 }
-"""Name of each policy -> the function that makes its plan."""
+"""Name of each policy -> the function that makes its `Assignment`."""
 
 
 def _longest_first(
     lengths: Sequence[int], size: int, work: Work, order: Sequence[int], count: int
-) -> Plan:
-    """Return the plan of `balanced` if the first `count` sequences of `order` are shared.
+) -> Assignment:
+    """Return the assignment of `balanced` if the first `count` sequences of `order` are shared.
 
     `order` lists all sequences as indices, longest first.
     """
@@ -310,7 +314,7 @@ def _longest_first(
         rest, deal([work.of(lengths[number]) for number in rest], loads), strict=True
     ):
         packed[rank].append(number)
-    return Plan(tuple(lengths), tuple(shared), tuple(map(tuple, packed)))
+    return Assignment(tuple(lengths), tuple(shared), tuple(map(tuple, packed)))
 
 
 def _checked(lengths: Sequence[int], size: int) -> tuple[Sequence[int], int]:

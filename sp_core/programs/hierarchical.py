@@ -25,7 +25,7 @@ Source: Träff and Hunold, "Decomposing MPI collectives for exploiting multi-lan
 IEEE Cluster 2020: the full-lane all-reduce.
 """
 
-from sp_core.schedules.program import (
+from sp_core.programs.program import (
     Combine,
     Message,
     Operation,

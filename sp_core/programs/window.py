@@ -40,7 +40,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
-from sp_core.schedules.program import (
+from sp_core.programs.program import (
     Buffer,
     Combine,
     Operation,

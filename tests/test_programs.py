@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from oracle.proof import Schedule, ScheduleError, replay, verify
 from oracle.schedule_cases import NAMES, nodes_of, pieces, schedule
 
-from sp_core.schedules import (
+from sp_core.programs import (
     Buffer,
     Combine,
     Message,
@@ -24,7 +24,7 @@ from sp_core.schedules import (
     operation,
     segment_length,
 )
-from sp_core.schedules.program import AHEAD
+from sp_core.programs.program import AHEAD
 from sp_core.transport.host import are_equal
 
 TASKS: list[tuple[str, int, int, tuple[Any, ...], int, bool, int]] = [

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 
 import torch
 
-from sp_core.schedules.program import (
+from sp_core.programs.program import (
     Operation,
     Program,
     Step,
@@ -21,7 +21,7 @@ from sp_core.schedules.program import (
     program,
     wide_length,
 )
-from sp_core.schedules.window import in_window
+from sp_core.programs.window import in_window
 
 _BUILDERS: dict[str, dict[str, str]] = {
     "all_gather": {

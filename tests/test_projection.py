@@ -15,10 +15,10 @@ from unittest.mock import Mock
 import pytest
 
 import sp_core as sp
-from sp_core import cost, planning
+from sp_core import cost, projection
 from sp_core.__main__ import main, make_parser
 from sp_core.mesh import fingerprint
-from sp_core.planning import Link, Problem, link_of, project
+from sp_core.projection import Link, Problem, link_of, project
 from sp_core.schemes.hybrid import groups_of
 from sp_core.tuning import Curve, Tuning, default_path, save
 
@@ -112,10 +112,10 @@ def test_the_speed_of_attention_is_its_operations_over_the_shortest_of_four_time
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([0.0, 4.0, 4.0, 7.0, 7.0, 9.0, 9.0, 9.5])
-    monkeypatch.setattr("sp_core.planning.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("sp_core.projection.time.perf_counter", lambda: next(clock))
     attention = Mock()
-    monkeypatch.setattr(planning, "local_attention", attention)
-    assert planning.timed_flops(head_dim=2) == 2 * 1024**2 * 4 * 2 / 0.5
+    monkeypatch.setattr(projection, "local_attention", attention)
+    assert projection.timed_flops(head_dim=2) == 2 * 1024**2 * 4 * 2 / 0.5
     assert [{x.shape for x in call.args} for call in attention.mock_calls] == [
         {(1, 1024, 4, 2)}
     ] * 4
@@ -184,7 +184,7 @@ def test_a_figure_of_this_machine_is_told_unless_it_was_given(
     curve = Curve(((1, 1e-6),))
     here = Tuning(fingerprint(), (0, 0), {"node": curve}, curve, curve)
     save(here, default_path(here.fingerprint))
-    monkeypatch.setattr(planning, "timed_flops", lambda head_dim: 1e9)
+    monkeypatch.setattr(projection, "timed_flops", lambda head_dim: 1e9)
     figures = ["--flops", "1e-3", "--node-link", "100gbit,1us"] if given else []
     sizes = ["plan", "--seq", "65536", "--ranks", "64", "--heads", "32", "--ranks-per-node", "2"]
     assert main([*sizes, "--link", "25gbit,10us", *figures]) == 0
@@ -203,7 +203,7 @@ One layer, forward and backward; 1e+12 operations/s per rank, 4 ranks, """
 
 
 def told(*more: str, tuning: Tuning | None = None) -> str:
-    return planning.main(make_parser().parse_args(["plan", *SHORT, *more]), tuning)
+    return projection.main(make_parser().parse_args(["plan", *SHORT, *more]), tuning)
 
 
 def test_a_plan_tells_times_bytes_and_what_is_not_known() -> None:
@@ -234,7 +234,7 @@ def test_every_example_tells_schemes_apart_also_where_nothing_was_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), Path(planning.__file__)]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), Path(projection.__file__)]
     texts = [page.read_text() for page in pages]
     lines = [line for text in texts for line in re.findall(r"sp-core (plan --[^`\n]*)", text)]
     assert len(lines) > 3
@@ -256,7 +256,7 @@ def test_help_fits_80_columns(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert command or "{run,doctor,plan,generate,logits}" in shown
-    assert command != "plan" or str(planning.__doc__).strip() in shown
+    assert command != "plan" or str(projection.__doc__).strip() in shown
 
 
 @pytest.mark.parametrize("command", ["generate", "logits"])

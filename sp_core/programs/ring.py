@@ -59,7 +59,7 @@ Rabenseifner and Gropp, "Optimization of collective communication operations in 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sp_core.schedules.program import (
+from sp_core.programs.program import (
     Combine,
     Operation,
     Program,

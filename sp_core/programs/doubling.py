@@ -65,7 +65,7 @@ section 4.
 
 from collections.abc import Callable, Sequence
 
-from sp_core.schedules.program import (
+from sp_core.programs.program import (
     Combine,
     Message,
     Operation,

@@ -5,7 +5,7 @@ An `Operation` is one collective with its sizes, a `Program` the list of steps o
 sends. `sp_core.collectives.execution` runs programs.
 """
 
-from sp_core.schedules.program import (
+from sp_core.programs.program import (
     HALF,
     OWN,
     REDUCTIONS,
@@ -20,7 +20,7 @@ from sp_core.schedules.program import (
     operation,
     wide_length,
 )
-from sp_core.schedules.table import (
+from sp_core.programs.table import (
     ALGORITHMS,
     IN_RANK_ORDER,
     LIBRARY,
@@ -33,7 +33,7 @@ from sp_core.schedules.table import (
     segment_length,
     usable,
 )
-from sp_core.schedules.window import SLOTS, in_window
+from sp_core.programs.window import SLOTS, in_window
 
 __all__ = [
     "ALGORITHMS",
