@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import compress, product
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,26 +40,15 @@ def grid(comm: Any) -> sp.Mesh:
 
 
 @spmd(1, 2, 4)
-def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(comm: Any) -> None:
+def test_split_weights_and_weights_on_other_devices_are_no_weights_to_sum(comm: Any) -> None:
     with grid(comm) as mesh:
         tokens = mesh["ring", "ulysses"]
-        weights = [nn.Parameter(torch.ones(shape, device=device())) for shape in ((), (2, 3))]
-        for weight in weights:  # all elements of the gradient share one number in memory
-            weight.grad = torch.full((), 1.0 + comm.rank, device=device()).expand_as(weight)
-        reduce_gradients(weights, data=tokens)
-        total = float(sum(range(comm.size + 1)))
-        assert all(torch.equal(cast("Tensor", x.grad), torch.full_like(x, total)) for x in weights)
         split = sp.ColumnParallelLinear.from_linear(nn.Linear(8, 8), comm=tokens)
         with nullcontext() if comm.size == 1 else pytest.raises(sp.ShapeError, match="as `tensor`"):
             reduce_gradients(split.parameters(), data=tokens)
-        turned = nn.Parameter(torch.ones((2, 3) if comm.rank else (3, 2), device=device()))
-        error = pytest.raises(sp.CollectiveMismatch, match=r"\(3, 2\)")
-        with nullcontext() if comm.size == 1 else error:
-            reduce_gradients([turned], data=tokens)
-        elsewhere = nn.Parameter(torch.ones(1, device="meta"))
-        mixed = [*weights, elsewhere] if comm.rank == 0 else weights
+        elsewhere = [nn.Parameter(torch.ones(1, device="meta"))] * (comm.rank == 0)
         with pytest.raises(sp.DeviceError, match="a parameter is on meta"):
-            reduce_gradients(mixed, data=tokens)
+            reduce_gradients(elsewhere, data=tokens)
 
 
 OTHER: dict[str, Any] = {
@@ -119,39 +108,11 @@ def test_layers_of_other_settings_on_one_rank_are_refused(
             assert not first.startswith("torch.Size"), other
 
 
-@spmd(1, 2, 4)
-def test_a_block_between_layers_of_torch_has_the_gradients_of_one_process(comm: Any) -> None:
-    """The block sums its own gradients, and `reduce_gradients` those of the other layers."""
-    tokens = torch.arange(8)[None]
-
-    def gradients(group: sp.Communicator) -> dict[str, Tensor]:
-        sharding = sp.Sharding.zigzag(8, group.size)
-        block = sp.TransformerBlock(4, 2, comm=group, dtype=torch.float64)
-        parts = {"embedding": nn.Embedding(8, 4), "block": block, "head": nn.Linear(4, 8)}
-        model = nn.ModuleDict(parts).double().to(group.device)
-        for n, weight in enumerate(model.parameters()):
-            weight.data = normal(n, weight.shape, "float64").to(weight)
-        x = sharding.shard(tokens, group.rank, 1).to(group.device)
-        y = model["head"](model["block"](model["embedding"](x), sharding=sharding))
-        sp.reduce_from_group(y.square().sum(), comm=group).backward()
-        own = [*model["embedding"].parameters(), *model["head"].parameters()]
-        reduce_gradients(own, data=group)
-        return {name: cast("Tensor", weight.grad) for name, weight in model.named_parameters()}
-
-    with grid(comm) as mesh:
-        found, wanted = gradients(mesh["ring", "ulysses"]), gradients(mesh[()])
-        for name, grad in found.items():
-            torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9)
-
-
-def results(
-    group: sp.Communicator, names: Iterable[str], change: Callable[[nn.Linear], nn.Module]
-) -> list[Tensor]:
-    """Return the whole result of a block, and all gradients. First change the parts `names`."""
+def results(group: sp.Communicator, change: Callable[[Any], object]) -> list[Tensor]:
+    """Return the whole result of a block that is changed first, and all gradients."""
     sharding = sp.Sharding.zigzag(8, group.size)
     block = sp.TransformerBlock(4, 2, comm=group, gated=True, chunk=2, dtype=torch.float64)
-    for name in names:
-        block.set_submodule(name, change(cast("nn.Linear", block.get_submodule(name))))
+    change(block)
     for n, weight in enumerate(block.parameters()):
         if weight.dtype == torch.float64:
             weight.data = normal(n, weight.shape, "float64")
@@ -163,19 +124,39 @@ def results(
     return [*(sharding.unshard(x.split(sharding.lengths, 1), 1) for x in parts), *grads]
 
 
+def replace(names: Iterable[str], change: Callable[[nn.Linear], nn.Module], block: Any) -> None:
+    """Change the parts of a block that have these names."""
+    for name in names:
+        block.set_submodule(name, change(block.get_submodule(name)))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @spmd(1, 2)
 def test_a_changed_part_of_a_layer_computes_what_it_computes_on_one_device(
     comm: Any, change: str
 ) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
+        plain = results(mesh[()], partial(replace, (), nn.Identity))
         for names in (*((name,) for name in PARTS), PARTS):
-            found, wanted = (results(mesh[x], names, CHANGES[change]) for x in ("sp", ()))
+            changed = partial(replace, names, CHANGES[change])
+            found, wanted = (results(mesh[x], changed) for x in ("sp", ()))
             # The gradient of k's bias is zero: what is left are rounding errors of large terms.
             largest = max(part.abs().max().item() for part in wanted)
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-14 * largest)
-            plain = results(mesh[()], (), CHANGES[change])
             assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
+
+
+def tie(block: Any) -> None:
+    """Give pairs of parts of a block the same weights."""
+    block.attention.k_proj = block.attention.v_proj
+    block.feed_forward.gate = block.feed_forward.up
+
+
+@spmd(1, 2, 3)
+def test_weights_that_are_tied_in_a_layer_have_the_gradient_of_one_device(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        found, wanted = (results(mesh[x], tie) for x in ("sp", ()))
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 @spmd(1)
@@ -303,30 +284,6 @@ def test_chunks_of_tokens_may_add_up_beyond_float16_in_gradients_of_weights(comm
         assert [grad.tolist() for grad in grads] == [[[2**15]]] * 2
 
 
-@spmd(1, 2, 3)
-def test_weights_that_are_tied_in_a_layer_have_the_gradient_of_one_device(comm: Any) -> None:
-    """The gradient is the sum of the gradients that the two weights have if they are not tied."""
-    whole, sharding = normal(1, (1, 6, 4), "float64"), sp.Sharding.contiguous(6, comm.size)
-    with sp.Mesh(comm, one=1, all=comm.size) as mesh:
-        for names, make, given in (
-            (("k_proj", "v_proj"), partial(sp.SelfAttention, 4, 2), {"sharding": sharding}),
-            (("gate", "up"), partial(sp.FeedForward, 4, gated=True), {}),
-        ):
-            tied = make(comm=mesh["all"], dtype=torch.float64)
-            setattr(tied, names[0], getattr(tied, names[1]))
-            for number, parameter in enumerate(tied.parameters()):
-                parameter.data = normal(number, parameter.shape, "float64")
-            alone = make(comm=mesh["one"], dtype=torch.float64)
-            alone.load_state_dict(tied.state_dict())
-            out = tied(sharding.shard(whole, comm.rank, 1), **given)
-            wanted = alone(whole, **{name: sp.Sharding.contiguous(6, 1) for name in given})
-            torch.testing.assert_close(out, sharding.shard(wanted, comm.rank, 1))
-            out.square().sum().backward()
-            wanted.square().sum().backward()
-            both = sum(getattr(alone, name).weight.grad for name in names)
-            torch.testing.assert_close(getattr(tied, names[0]).weight.grad, both)
-
-
 @spmd(1, 2)
 def test_a_parameter_that_is_given_twice_counts_once(comm: Any) -> None:
     with sp.Mesh(comm, device=device(), tp=comm.size) as mesh:
@@ -336,7 +293,7 @@ def test_a_parameter_that_is_given_twice_counts_once(comm: Any) -> None:
         assert clip_gradient_norm([x, x], 1.0, tensor=mesh["tp"]) == 5.0
         torch.testing.assert_close(x.grad.cpu(), torch.tensor([0.6, 0.8]))
         y = nn.Parameter(torch.zeros(2, device=device()))
-        y.grad = torch.ones(2, device=device())
+        y.grad = torch.ones((), device=device()).expand(2)  # both share one number in memory
         reduce_gradients([y, y], data=mesh["tp"])
         assert y.grad.tolist() == [comm.size] * 2
 

@@ -291,6 +291,15 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "a base that is no number": ("rope_theta='big'", {"rope_theta": "big"}),
     "an end in words": ("eos_token_id='2'", {"eos_token_id": "2"}),
     "an end that is no number": (r"eos_token_id=\[1, True\]", {"eos_token_id": [1, True]}),
+    "a beginning in words": ("bos_token_id='1' was given, needed a number", {"bos_token_id": "1"}),
+    "a padding that is no number": (
+        "pad_token_id=True was given, needed a number",
+        {"pad_token_id": True},
+    ),
+    "another epsilon in one layer": (
+        r"per_layer_config={'0': {'rms_norm_eps': 0.5}} is not supported; only {} is",
+        {"per_layer_config": {"0": {"rms_norm_eps": 0.5}}},
+    ),
     "a flag in words": ("tie_word_embeddings='no'", {"tie_word_embeddings": "no"}),
 }
 
