@@ -65,24 +65,6 @@ def test_an_entry_without_settings_of_a_layer_changes_nothing(given: object) -> 
     assert LlamaConfig.from_dict(CASE.config.to_dict() | {"per_layer_config": given}) == CASE.config
 
 
-@pytest.mark.parametrize("without", [(), ("config.json", SINGLE)])
-@spmd(2)
-def test_a_folder_with_an_adapter_is_refused(
-    comm: Any, without: tuple[str, ...], tmp_path: Path
-) -> None:
-    """The library peft applies it, or fetches the model that it names."""
-
-    def adapt(folder: Path) -> None:
-        (folder / "adapter_config.json").write_text("{}")
-        for name in without:
-            (folder / name).unlink()
-
-    folder = saved(comm, tmp_path, adapt, shards=False)
-    text = r"has an adapter.*merge_and_unload\(\).*adapter_config\.json away"
-    with mesh_of(comm, 0) as mesh, pytest.raises(sp.CheckpointError, match=text):
-        load(folder, mesh)
-
-
 @pytest.mark.parametrize("read", [LlamaConfig.from_folder, Checkpoint])
 def test_a_folder_without_a_name_is_refused(read: Any) -> None:
     with pytest.raises(TypeError, match="folder=None was given; pass a name or a Path"):

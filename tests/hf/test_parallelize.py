@@ -90,6 +90,7 @@ def micro_batches(
     checkpoint: dict[str, bool] | None = None,
     at_once: bool = False,
     replicas: int = 1,
+    each: int = 3,
 ) -> None:
     """Check that several batches before a step give gradients of the mean over all their tokens.
 
@@ -99,9 +100,10 @@ def micro_batches(
         made: the module of the integration, or a copy of it with a planted fault.
         checkpoint: the options of gradient checkpointing; None turns it off.
         at_once: whether one backward serves all batches.
-        replicas: the number of replicas. Each counts the labels of its own three batches.
+        replicas: the number of replicas. Each counts the labels of its own batches.
+        each: the number of batches of each replica. A single one is not counted.
     """
-    seeds = tuple(range(3 * replicas))
+    seeds = tuple(range(each * replicas))
     want = on_one_process(kind, True, seeds)
 
     def body(comm: Any) -> Values:
@@ -112,8 +114,8 @@ def micro_batches(
             total = torch.zeros((), dtype=torch.float64)
             own = seeds[mesh["dp"].rank :: replicas]
             for seed in own:
-                given = {**inputs(True, seed), "num_items_in_batch": torch.tensor(count(own))}
-                loss = parallel(**given).loss
+                counted = {"num_items_in_batch": torch.tensor(count(own))} if each > 1 else {}
+                loss = parallel(**inputs(True, seed), **counted).loss
                 total = total + (loss if at_once else loss.detach())
                 if not at_once:
                     loss.backward()
@@ -144,16 +146,7 @@ def test_each_replica_counts_the_labels_of_its_own_micro_batches(replicas: int) 
 
 def test_replicas_take_other_sequences() -> None:
     """The loss is the mean over the tokens of all replicas."""
-    want = on_one_process("llama", False, (0, 1))
-
-    def body(comm: Any) -> Values:
-        with InFloat64(), sp.Mesh(comm, dp=2, ring=2) as mesh:
-            parallel = integration.parallelize(model("llama"), mesh)
-            loss = parallel(**inputs(seed=mesh["dp"].rank)).loss
-            loss.backward()
-            return {"loss": loss.detach(), **gradients(parallel)}
-
-    check(run_threads(4, body), want, leave_out="logits")
+    micro_batches("llama", 2, replicas=2, each=1)
 
 
 def one_rank_uses(made: ModuleType = integration) -> None:
