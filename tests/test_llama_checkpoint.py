@@ -313,37 +313,6 @@ def test_what_is_not_supported_is_refused(what: str) -> None:
         LlamaConfig.from_dict({**CASE.config.to_dict(), **changes})
 
 
-@spmd(3)
-def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
-    folder = shared(comm, tmp_path)
-    if comm.rank == 0:
-        (folder / "empty").mkdir()
-        (folder / "file").write_text("notes")
-        (folder / "loop").symlink_to("loop")
-    comm.Barrier()
-    with mesh_of(comm, 0) as mesh:
-        model = create(CASE.config, mesh)
-        save(model, folder / "empty")
-        before = contents(folder / "empty")
-        text = r"rank 0: .*empty is there already.*Delete it"
-        with pytest.raises(sp.CheckpointError, match=text):
-            save(create(CASE.config, mesh, seed=1), folder / "empty")
-        with pytest.raises(sp.CheckpointError, match="file is there already"):
-            save(model, folder / "file")
-        for name in ("file/model", "n" * 300, "loop", "loop/model"):
-            with pytest.raises(sp.CheckpointError, match=f"{folder / name} cannot be .*Pass a fol"):
-                save(model, folder / name)
-        with pytest.raises(sp.CheckpointError, match=r"max_file_bytes=0 was given"):
-            save(model, folder / "other", max_file_bytes=0)
-        size = sum(x.numel() * x.element_size() for x in CASE.weights().values()) // 2
-        for limit, files in ((size, 1), (size - 1, 2)):
-            save(model, folder / f"{limit}", max_file_bytes=limit)
-            assert len([*(folder / f"{limit}").glob("*.safetensors")]) == files
-        assert f'"total_size": {size}\n' in (folder / f"{size - 1}" / INDEX).read_text()
-        assert contents(folder / "empty") == before
-        assert (folder / "file").read_text() == "notes"
-
-
 FAULTS = OSError(28, "No space left"), ModuleNotFoundError("Not there")
 ERRORS = r"No space left\. Pass a folder", r"Not there\. Call pip install 'sp-core\[llama\]'"
 

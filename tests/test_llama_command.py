@@ -42,18 +42,6 @@ def command(name: str, folder: Path, *more: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "sp_core", name, *words)
 
 
-def test_two_ranks_write_what_one_writes(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    drawn = ["--temperature", "1", "--top-k", "50", "--top-p", "0.9", "--seed", "5"]
-    choice = ["--max-tokens", "12", *drawn]
-    ways = ["--tp", "2", "--tp-sp", "--algorithm", "all_reduce=ring,all_gather=bruck"]
-    assert main(command("generate", folder, *choice)[3:]) == 0
-    one = capfd.readouterr().out
-    code, two = printed(command("generate", folder, *choice, *ways), ROOT, outside(), 120)
-    assert code == 0, two
-    assert len(one) > 5
-    assert two == re.sub("\r\n?", "\n", one)  # `printed` turns line ends into \n
-
-
 @pytest.mark.every_mpi
 @pytest.mark.starts_mpi
 def test_a_token_is_shown_before_its_line_ends(
@@ -120,16 +108,22 @@ def test_generation_config_says_which_tokens_end_a_text(folder: Path) -> None:
         LlamaConfig.from_folder(folder)
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_character_that_the_output_cannot_show_is_escaped(
-    folder: Path, ranks: str, capfd: pytest.CaptureFixture[str]
+TWO = ("--tp", "2", "--tp-sp", "--algorithm", "all_reduce=ring,all_gather=bruck")
+
+
+@pytest.mark.parametrize("ways", [(), TWO], ids=["one rank", "two ranks"])
+def test_a_launch_writes_what_this_process_writes(
+    folder: Path, ways: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = command("generate", folder, "--max-tokens", "12")
+    """A character that the output cannot show is escaped."""
+    drawn = ("--temperature", "1", "--top-k", "50", "--top-p", "0.9", "--seed", "5")
+    words = command("generate", folder, "--max-tokens", "12", *drawn)
     assert main(words[3:]) == 0
     text = capfd.readouterr().out.encode("ascii", "backslashreplace").decode()
     assert "\\" in text
     ascii_only = outside(PYTHONIOENCODING="ascii")
-    assert printed([*words, "--tp", ranks], ROOT, ascii_only, 120) == (0, text)
+    code, found = printed([*words, *ways], ROOT, ascii_only, 120)
+    assert (code, found) == (0, re.sub("\r\n?", "\n", text))  # `printed` turns line ends into \n
 
 
 def test_an_output_that_cannot_be_written_is_one_line(folder: Path) -> None:

@@ -22,13 +22,10 @@ from sp_core.testing import spmd
 
 
 def test_a_number_for_the_end_and_nulls_mean_what_they_do_for_transformers() -> None:
-    config = replace(CASE.config, eos_token_id=2)  # type: ignore[arg-type]
-    assert config == replace(CASE.config, eos_token_id=(2,))
-    assert replace(config, eos_token_id=None).eos_token_id == ()  # type: ignore[arg-type]
-    config = replace(config, rope_theta=1e4)
+    config = replace(CASE.config, eos_token_id=(2,), rope_theta=1e4)
     nulls = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": None}}
     values = config.to_dict() | dict.fromkeys(("rope_scaling", "tie_word_embeddings"))
-    assert LlamaConfig.from_dict(values | nulls) == config
+    assert LlamaConfig.from_dict(values | nulls | {"eos_token_id": 2}) == config
 
 
 @pytest.mark.parametrize(("ends", "said"), [((), None), ((2,), [2]), ((2, 5), [2, 5])])
@@ -155,31 +152,76 @@ def test_a_head_beside_a_tied_embedding_must_equal_it(
                 load(folder, made, dtype=torch.float32)
 
 
-@spmd(2)
-def test_a_folder_may_have_any_path(comm: Any, tmp_path: Path) -> None:
-    """A link to an empty folder is one; a path without a name of its own is refused, too."""
+def filled(comm: Any, tmp_path: Path) -> Path:
+    """Return a folder, the same one on all ranks, with two files, empty folders, and links."""
     folder = shared(comm, tmp_path)
     if comm.rank == 0:
-        (folder / "real").mkdir()
-        (folder / "link").symlink_to("real")
+        for name in ("empty", "full", "real"):
+            (folder / name).mkdir()
+        for name in ("file", "full/file"):
+            (folder / name).write_text("notes")
+        for name, target in (("loop", "loop"), ("link", "real")):
+            (folder / name).symlink_to(target)
     comm.Barrier()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("path", "place"), [("empty", "empty"), ("link", "real"), ("new/../up", "up")]
+)
+@spmd(3)
+def test_a_model_is_saved_in_a_new_or_an_empty_folder(
+    comm: Any, path: str, place: str, tmp_path: Path
+) -> None:
+    folder = filled(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        save(create(CASE.config, mesh), folder / path)
+        comm.Barrier()
+    made = {f"{place}/config.json", f"{place}/model.safetensors"}
+    assert contents(folder).keys() == made | {"file", "full/file"}
+    assert (folder / "link").is_symlink()
+    assert not (folder / "new").exists()
+
+
+NEVER = "cannot be .*Pass a folder to write to"
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("full", "rank 0: .*full is there already.*Delete it"),
+        ("file", "file is there already"),
+        (".", "is there already"),
+        ("/", "is there already"),
+        *((name, NEVER) for name in ("file/model", "n" * 300, "loop", "loop/model")),
+        ("\0", "the character"),
+    ],
+    ids="folder {!r:.9}".format,
+)
+@spmd(3)
+def test_what_is_there_is_never_written_over(
+    comm: Any, path: str, text: str, tmp_path: Path
+) -> None:
+    folder = filled(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        with pytest.raises((ValueError, TypeError), match=text) as caught:
+            save(create(CASE.config, mesh), folder / path)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+    assert contents(folder) == dict.fromkeys(("file", "full/file"), b"notes")
+
+
+@spmd(3)
+def test_a_file_has_as_many_bytes_of_weights_as_it_may(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    size = sum(x.numel() * x.element_size() for x in CASE.weights().values()) // 2
     with mesh_of(comm, 0) as mesh:
         model = create(CASE.config, mesh)
-        save(model, folder / "link")
-        comm.Barrier()
-        assert (folder / "link").is_symlink()
-        assert len(contents(folder / "real")) == 2
-        save(model, folder / "new" / ".." / "up")
-        comm.Barrier()
-        assert sorted(x.name for x in folder.iterdir()) == ["link", "real", "up"]
-        for path, text in (
-            (".", "is there already"),
-            ("/", "is there already"),
-            ("\0", "the character"),
-        ):
-            with pytest.raises((ValueError, TypeError), match=text) as caught:
-                save(model, path)
-            assert len(set(comm.allgather(str(caught.value)))) == 1
+        with pytest.raises(sp.CheckpointError, match=r"max_file_bytes=0 was given"):
+            save(model, folder / "0", max_file_bytes=0)
+        for limit, files in ((size, 1), (size - 1, 2)):
+            save(model, folder / f"{limit}", max_file_bytes=limit)
+            assert len([*(folder / f"{limit}").glob("*.safetensors")]) == files
+        assert f'"total_size": {size}\n' in (folder / f"{size - 1}" / INDEX).read_text()
 
 
 @spmd(1)

@@ -51,10 +51,14 @@ ENTRIES = ("of", "step", "groups", "state", "schedule", "random")
 
 
 class Training:
-    """A model with the optimizer, scheduler, generator and step of its training."""
+    """A model with the optimizer, scheduler, generator and step of its training.
+
+    One weight is frozen and has no moments.
+    """
 
     def __init__(self, model: Llama, optimizer: str, scheduler: str, seed: int = 0) -> None:
         self.model, weights = model, list(model.parameters())
+        weights[1].requires_grad_(False)
         groups = [{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.0}]
         self.optimizer = OPTIMIZERS[optimizer](groups)
         self.scheduler = SCHEDULERS[scheduler](self.optimizer)

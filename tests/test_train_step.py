@@ -44,20 +44,21 @@ def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
 @pytest.mark.parametrize("more", [lambda mesh: CASE.model(mesh), lambda mesh: Linear(1, 1)])
 @spmd(2, 3)
 def test_an_optimizer_of_other_parameters_trains_nothing(comm: Any, more: Any) -> None:
-    """Only the last rank's optimizer has one of another model. A part of the model's is enough."""
+    """Only the last rank's optimizer has one of another model."""
     with sp.Mesh(comm, ring=comm.size) as mesh:
         model = CASE.model(mesh)
         first, *_, last = model.parameters()
-        train = partial(train_step, model, sequences=[[1, 2]], max_norm=1.0)
         other = next(more(mesh).parameters())
         kinds = [first], [other if comm.rank == comm.size - 1 else last]
-        before, after = first.detach().clone(), last.detach().clone()
+        before = first.detach().clone()
         with pytest.raises(ValueError, match="parameters that the model lacks"):
-            train(torch.optim.SGD([{"params": kind} for kind in kinds], lr=0.1))
+            train_step(
+                model,
+                torch.optim.SGD([{"params": kind} for kind in kinds], lr=0.1),
+                [[1, 2]],
+                max_norm=1.0,
+            )
         assert torch.equal(first, before)
-        train(torch.optim.SGD([first], lr=0.1))
-        assert torch.equal(last, after)
-        assert not torch.equal(first, before)
 
 
 @spmd(1, 2)
@@ -259,25 +260,6 @@ def test_a_training_with_other_parts_is_refused_by_their_name(
             save_training(model, folder / str(number), step=1, **old)
             with pytest.raises(sp.CheckpointError, match=rf"json is of another training: {name} "):
                 load_training(model, folder / str(number), **new)
-
-
-@spmd(1)
-def test_moments_stay_with_their_weights_where_earlier_weights_have_none(
-    comm: Any, tmp_path: Path
-) -> None:
-    with sp.Mesh(comm, tp=1) as mesh:
-        model, folder = CASE.model(mesh), shared(comm, tmp_path) / "a"
-        next(model.parameters()).requires_grad_(False)
-        made = [torch.optim.AdamW(model.parameters(), lr=0.01) for _ in "ab"]
-        train_step(model, made[0], [[1, 2]], max_norm=1.0)
-        save_training(model, folder, step=1, optimizer=made[0])
-        load_training(model, folder, optimizer=made[1])
-    before, after = (
-        {number: of["exp_avg"].tolist() for number, of in x.state_dict()["state"].items()}
-        for x in made
-    )
-    assert len(before) == len(list(model.parameters())) - 1
-    assert after == before
 
 
 @spmd(1)
