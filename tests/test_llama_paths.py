@@ -12,7 +12,7 @@ import pytest
 import torch
 from llama_cases import SCALINGS, mesh_of
 from safetensors.torch import save_file
-from test_llama_checkpoint import CASE, INDEX, contents, saved, shared, written
+from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
 
 import sp_core as sp
 from sp_core.llama import Checkpoint, LlamaConfig, create, load, save
@@ -29,30 +29,27 @@ def test_a_number_for_the_end_and_nulls_mean_what_they_do_for_transformers() -> 
 
 
 @pytest.mark.parametrize(("ends", "said"), [((), None), ((2,), [2]), ((2, 5), [2, 5])])
-@pytest.mark.parametrize(("begin", "fill"), [(None, None), (40, 0)])
+@pytest.mark.parametrize(
+    "given", [{"bos_token_id": x, "pad_token_id": y} for x, y in ((None, None), (40, 0))]
+)
 @spmd(2)
 def test_a_saved_model_keeps_its_special_tokens_and_says_null_without_them(
     comm: Any,
     ends: tuple[int, ...],
     said: list[int] | None,
-    begin: int | None,
-    fill: int | None,
+    given: dict[str, Any],
     tmp_path: Path,
 ) -> None:
     """With an empty list, transformers cannot generate.
 
     Without the entries, 1 begins a text for transformers, and 2 ends it.
     """
-    names, folder = ("bos_token_id", "pad_token_id"), shared(comm, tmp_path)
-    given: dict[str, Any] = dict(zip(names, (begin, fill), strict=True))
-    if comm.rank == 0:
-        written(CASE, folder, eos_token_id=said, **given)
-    comm.Barrier()
+    folder = saved(comm, tmp_path, eos_token_id=said, **given)
     with mesh_of(comm, 0) as mesh:
         save(load(folder, mesh), folder / "model")
     values = read_json(folder / "model" / "config.json")
     assert values["eos_token_id"] == said
-    assert {name: values[name] for name in names} == given
+    assert {name: values[name] for name in given} == given
     assert LlamaConfig.from_folder(folder / "model").eos_token_id == ends
     assert LlamaConfig.from_folder(folder / "model") == LlamaConfig.from_folder(folder)
 
