@@ -1,4 +1,4 @@
-"""Test copies of layers, sums of gradients and rotary angles. `domains/` judges what layers compute."""
+"""Test layers, sums of gradients and rotary angles; `domains/` judges what layers compute."""
 
 import copy
 import inspect
