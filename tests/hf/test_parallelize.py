@@ -196,21 +196,6 @@ def test_padding_at_the_end_of_rows_changes_nothing() -> None:
             check_close("logits", logits[at], want.logits[at], allowed[at])
 
 
-def test_a_row_may_have_any_stride() -> None:
-    with InFloat64():
-        made = model("llama")
-    row = {name: x[:1].contiguous() for name, x in inputs(True).items()}
-    strided = {name: x.repeat_interleave(2, 1)[:, ::2] for name, x in row.items()}
-
-    def body(comm: Any) -> list[Tensor]:
-        with InFloat64(), sp.Mesh(comm, ring=2) as mesh, torch.no_grad():
-            parallel = integration.parallelize(copy.deepcopy(made), mesh)
-            return [parallel(**given).loss for given in (row, strided)]
-
-    for want, got in run_threads(2, body):
-        assert torch.equal(got, want)
-
-
 def own_loss(whole: Any, case: str, added: torch.nn.Linear, ranks: int) -> Tensor:
     """Return a sum over tokens: of an output, a caught activation, or a part of one's own."""
     caught: list[Tensor] = []

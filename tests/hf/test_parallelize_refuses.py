@@ -238,18 +238,22 @@ def test_what_is_wrong_is_refused_on_every_rank(case: Wrong) -> None:
     assert case.text in error
 
 
-def test_only_the_place_of_a_model_may_differ_between_ranks() -> None:
-    whole = qwen3()
+def test_only_places_may_differ_between_ranks() -> None:
+    """The folder of a model may differ, and how a row lies in memory."""
+    whole, mask = qwen3(), torch.ones(1, 21, dtype=torch.bfloat16)
+    row = {name: x[:1].contiguous() for name, x in inputs().items()}
+    strided = {name: x.repeat_interleave(2, 1)[:, ::2] for name, x in row.items()}
 
-    def body(comm: Any) -> None:
+    def body(comm: Any) -> float:
         with sp.Mesh(comm, ring=2) as mesh:
             mine = copy.deepcopy(whole)
             mine.config._name_or_path = f"/node{mesh.rank}/model"
             parallel = parallelize(mine, mesh)
-            mask = torch.ones(2, 21, dtype=torch.bfloat16)
-            assert parallel(**inputs(), attention_mask=mask).loss > 0
+            given = strided if mesh.rank else row
+            return float(parallel(**given, attention_mask=mask).loss.detach())
 
-    run_threads(2, body)
+    one, other = run_threads(2, body)
+    assert one == other > 0
 
 
 def test_averaging_by_torch_is_refused(tmp_path: Path) -> None:
