@@ -134,11 +134,10 @@ class Case:
 
     def options(self) -> dict[str, Any]:
         """Return the options of `reference.llama`."""
-        scaling = SCALINGS[self.scaling]
         return {
             "num_heads": self.heads[0],
             "rope_theta": self.theta,
-            "rope_scaling": scaling,
+            "rope_scaling": SCALINGS[self.scaling],
             "eps": self.eps,
         }
 

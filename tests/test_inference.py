@@ -5,13 +5,12 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock, call
 
 import pytest
@@ -19,13 +18,15 @@ import torch
 from llama_cases import Damaged
 from test_llama_checkpoint import written
 from test_llama_command import CASE, command, folder
+from tokenizers.processors import TemplateProcessing
 
 from sp_core import inference
 from sp_core.__main__ import main, make_parser
 from sp_core.launch import command as launcher
-from sp_core.llama import Sampling, byte_tokenizer
+from sp_core.llama import byte_tokenizer
 from sp_core.machine import JOB_VARIABLES
 from sp_core.mesh import Mesh
+from sp_core.schemes import ulysses_attention
 from sp_core.testing import run_threads
 
 __all__ = ["folder"]  # a fixture
@@ -93,59 +94,83 @@ def test_ranks_get_the_same_words_and_a_file_with_standard_input(
     assert started["mpi_args"] == ["--at-once"]
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("--prompt", ("--prompt", "a\udcff")),
-        ("--stop", ("--stop", "a\udcff")),
-        ("standard input", ("--prompt-file", "-")),
-        ("standard input", ("--prompt-file", "-", "--tp", "2")),
-        ("bad", ("--prompt-file", "bad")),
-    ],
-)
-def test_a_text_that_is_not_in_utf8_is_refused(
-    source: str,
-    words: tuple[str, ...],
+UTF8 = "cannot be read as text in UTF-8: 'utf-8' codec can't decode byte 0xff in position 1"
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+NO_ROOM = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+FREE_SPACE = f"{NO_ROOM.strerror}. Free space, or set TMPDIR to a folder that can"
+STDIN, TWO = ("--prompt-file", "-"), ("--tp", "2")
+LAUNCH, CLOSED = "sp_core.launch.command.run", "standard input is closed; open it, or pass"
+REFUSED: dict[str, tuple[str, tuple[str, ...], bytes | None, dict[str, Exception]]] = {
+    **{
+        what: (text, words, b"", {})
+        for what, text, words in (
+            ("a folder that is not there", "config.json is not there", ("--model", "nothing")),
+            (
+                "too many ranks",
+                "7 tensor ranks are too many for num_attention_heads=6",
+                ("--tp", "7"),
+            ),
+            ("too many stages", "2 stages", ("--pp", "2")),
+            ("no ranks", "each needs at least 1", ("--ring", "0")),
+            ("an unknown algorithm", "'bubble'", (*TWO, "--algorithm", "bubble")),
+            (
+                "a file that is not there",
+                "nothing cannot be read as text",
+                ("--prompt-file", "nothing"),
+            ),
+            ("standard input given twice", "given twice", (*STDIN, *STDIN)),
+            ("an empty stop string", "none of them empty", ("--stop", "")),
+            ("a chat with a model without template", "has no chat template", ("--chat",)),
+            ("a prompt not in UTF-8", f"--prompt {UTF8}", ("--prompt", "a\udcff")),
+            ("a stop string not in UTF-8", f"--stop {UTF8}", ("--stop", "a\udcff")),
+            ("a file not in UTF-8", f"bad {UTF8}", ("--prompt-file", "bad")),
+        )
+    },
+    "standard input not in UTF-8": (f"standard input {UTF8}", STDIN, b"a\xff", {}),
+    "standard input for two ranks, not in UTF-8": (
+        f"standard input {UTF8}",
+        (*STDIN, *TWO),
+        b"a\xff",
+        {},
+    ),
+    "standard input that is closed": (CLOSED, STDIN, None, {}),
+    "standard input for two ranks that is closed": (CLOSED, (*STDIN, *TWO), None, {}),
+    "standard input that cannot be kept": (
+        "cannot be written: No space left on device. Free space",
+        (*STDIN, *TWO),
+        b"text",
+        {"pathlib.Path.write_bytes": FULL},
+    ),
+    "no room for temporary files": (FREE_SPACE, TWO, b"", {"tempfile.TemporaryDirectory": NO_ROOM}),
+    **{
+        f"a launch that fails with {error}": (f"sp-core: {error}\n", TWO, b"", {LAUNCH: error})
+        for error in (
+            ValueError("no time"),
+            FileNotFoundError("no mpiexec"),
+            PermissionError(13, "not yours"),
+        )
+    },
+}
+"""By name: a part of the error, options, standard input, and functions that raise an error."""
+
+
+@pytest.mark.parametrize("what", sorted(REFUSED))
+def test_what_is_known_before_is_refused_before(
+    what: str,
     folder: Path,
     started: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    text, words, given, failing = REFUSED[what]
     monkeypatch.chdir(folder)
     Path("bad").write_bytes(b"a\xff")
-    monkeypatch.setattr(sys, "stdin", stdin(b"a\xff"))
-    assert main(command("generate", folder, *words)[3:]) == 2
-    why = "cannot be read as text in UTF-8: 'utf-8' codec can't decode byte 0xff in position 1"
-    assert f"{source} {why}" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None if given is None else stdin(given))
+    for name, error in failing.items():
+        monkeypatch.setattr(name, Mock(side_effect=error))
+    assert main(command("generate", folder, *words)[3:]) == inference.REFUSED
+    assert text in capsys.readouterr().err
     assert not started
-
-
-def test_standard_input_that_cannot_be_kept_is_refused(
-    folder: Path,
-    started: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(sys, "stdin", stdin(b"text"))
-    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
-    assert main(command("generate", folder, "--prompt-file", "-", "--tp", "2")[3:]) == 2
-    assert "cannot be written: No space left on device. Free space" in capsys.readouterr().err
-    assert not started
-
-
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_standard_input_that_is_closed_is_refused(
-    ranks: str,
-    folder: Path,
-    started: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    words = command("generate", folder, "--prompt-file", "-", "--tp", ranks)[3:]
-    assert (main(words), started) == (2, {})
-    assert "standard input is closed; open it, or pass" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_a_launch_with_its_code(
@@ -155,38 +180,13 @@ def test_an_interrupt_ends_a_launch_with_its_code(
     assert main(command("generate", folder, "--tp", "2")[3:]) == 130
 
 
-@pytest.mark.parametrize(
-    "error",
-    [ValueError("no time"), FileNotFoundError("no mpiexec"), PermissionError(13, "not yours")],
-)
-def test_ranks_that_cannot_be_started_are_refused_in_one_line(
-    error: Exception,
-    folder: Path,
-    started: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_launch_without_room_for_temporary_files_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launcher, "run", Mock(side_effect=error))
-    assert main(command("generate", folder, "--tp", "2")[3:]) == inference.REFUSED
-    assert capsys.readouterr().err == f"sp-core: {error}\n"
-
-
-def test_a_machine_without_room_for_temporary_files_is_named(
-    folder: Path,
-    started: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    full = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", Mock(side_effect=full))
-    assert main(command("generate", folder, "--tp", "2")[3:]) == inference.REFUSED
-    monkeypatch.undo()
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", Mock(side_effect=full))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Mock(side_effect=NO_ROOM))
     with pytest.raises(SystemExit, match="2"):
         launcher.main(["-n", "2", "--", "tool"])
-    assert not started
-    said = "No usable temporary directory found. Free space, or set TMPDIR to a folder that can"
-    assert capsys.readouterr().err.count(said) == 2
+    assert FREE_SPACE in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["generate", "logits"])
@@ -206,16 +206,14 @@ def test_a_single_rank_needs_mpi_and_gets_a_home(
     assert (os.environ["HOME"], started) == (tempfile.gettempdir(), {})
 
 
-ONE = {"dp": 1, "pp": 1, "ring": 1, "ulysses": 1, "tp": 1}
-
-
 @pytest.mark.parametrize(
-    ("name", "more", "variable", "comm", "sizes"),
+    ("name", "more", "variable", "comm", "axes"),
     [
-        ("logits", (), None, None, ONE),
-        ("generate", (), None, None, ONE),
-        ("generate", ("--tp", "3", "--dp", "2"), None, "comm", ONE | {"dp": 2, "tp": 3}),
-        ("logits", ("--tp", "2"), "PMI_RANK", None, ONE | {"tp": 2}),
+        ("logits", (), None, None, {"tp": 1}),
+        ("generate", (), None, None, {"tp": 1}),
+        ("generate", ("--tp", "3", "--dp", "2"), None, "comm", {"dp": 2, "tp": 3}),
+        ("logits", ("--pp", "3", "--ring", "2"), None, "comm", {"pp": 3, "ring": 2}),
+        ("logits", ("--tp", "2"), "PMI_RANK", None, {"tp": 2}),
         ("logits", ("--tp", "2"), None, None, None),
     ],
 )
@@ -224,46 +222,38 @@ def test_a_command_runs_here_in_a_job_or_if_one_rank_is_enough(
     more: tuple[str, ...],
     variable: str | None,
     comm: Any,
-    sizes: dict[str, int] | None,
+    axes: dict[str, int] | None,
     folder: Path,
     started: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Mock(return_value=5)
-    monkeypatch.setattr(inference, "_run", run)
+    """Its mesh has the axes along which there are several ranks."""
+    made, called = Mock(return_value=nullcontext("mesh")), Mock()
+    monkeypatch.setattr(inference, "Mesh", made)
+    for part in ("_generate", "_logits"):
+        monkeypatch.setattr(inference, part, getattr(called, part))
+    monkeypatch.setitem(sys.modules, "mpi4py", Mock(**{"MPI.COMM_WORLD": "world"}))
     if variable:
         monkeypatch.setenv(variable, "0")
-    assert main(command(name, folder, *more)[3:], comm) == (5 if sizes else 7)
-    ran_here = [(one.args[0].command, *one.args[1:]) for one in run.call_args_list]
-    assert ran_here == ([(name, sizes, comm)] if sizes else [])
-
-
-@pytest.mark.parametrize("name", ["generate", "logits"])
-@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 3, "ring": 2}])
-def test_a_rank_makes_a_mesh_of_the_axes_that_have_several(
-    name: str, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, given, comm = Mock(return_value=nullcontext("mesh")), Mock(command=name), Mock()
-    monkeypatch.setattr(inference, "Mesh", made)
-    called = {part: Mock() for part in ("_generate", "_logits")}
-    for part, carry_out in called.items():
-        monkeypatch.setattr(inference, part, carry_out)
-    assert inference._run(given, ONE | axes, comm) == 0
-    how = {"device": given.device, "check": "off", "algorithm": given.algorithm}
-    made.assert_called_once_with(comm, **how, **(axes or {"tp": 1}))
-    assert {part: one.call_args_list for part, one in called.items()} == {
-        part: [call(given, "mesh")] if part == f"_{name}" else [] for part in called
-    }
+    assert main(command(name, folder, *more)[3:], comm) == (0 if axes else 7)
+    how = {"device": "cpu", "check": "off", "algorithm": None}
+    assert made.call_args_list == ([call(comm or "world", **how, **axes)] if axes else [])
+    ran = [(part, given[1]) for part, given, _ in called.mock_calls]
+    assert ran == ([(f"_{name}", "mesh")] if axes else [])
 
 
 @pytest.mark.parametrize(("size", "ends"), [(1, False), (2, True)])
 def test_an_error_that_nobody_foresaw_ends_all_ranks(
-    size: int, ends: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    size: int,
+    ends: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(inference, "Mesh", Mock(side_effect=LookupError("lost")))
     comm = Mock(size=size, rank=0)
     with pytest.raises(LookupError):
-        inference._run(Mock(), ONE, comm)
+        main(command("generate", folder)[3:], comm)
     assert comm.Abort.call_args_list == [call(1)] * ends
     assert ("LookupError: lost" in capsys.readouterr().err) == ends
 
@@ -290,47 +280,47 @@ def test_in_a_job_the_first_rank_says_what_is_wrong(
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("dtype", [None, "float64"])
-@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_prompts_are_those_of_options_files_and_standard_input(
-    chat: bool, dtype: str | None, launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chat: bool, dtype: str, ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a chat each prompt is put into the template, which already has the special tokens."""
-    (tmp_path / "text").write_bytes(TEXT.encode())
+    """In a chat each prompt is put into the template, which already has the special tokens.
 
-    def encode(text: str, *, add_special_tokens: bool) -> Any:
-        return SimpleNamespace(ids=[text, add_special_tokens])
-
-    tokenizer, loaded = SimpleNamespace(encode=encode), Mock()
-    reading: dict[str, Callable[..., Any]] = {
-        "read_tokenizer": {"dir": tokenizer}.__getitem__,
-        "read_stop_strings": {"dir": ["stop"]}.__getitem__,
-        "chat_prompt": lambda folder, text, now: f"<{folder} {text} {now:%M:%S}>",
-        "load": loaded,
-    }
-    for name, read in reading.items():
-        monkeypatch.setattr(inference, name, read)
-    (tmp_path / "input").write_bytes(f"c{TEXT}".encode())
-    monkeypatch.setattr(sys, "stdin", stdin(b"" if launched else f"c{TEXT}".encode()))
-    files = ["--prompt-file", str(tmp_path / "text"), "--prompt-file", "-"]
-    words = ["generate", "--model", "dir", "--prompt", "a", *files, "--scheme", "ring", "--tp-sp"]
-    words += ["--input", str(tmp_path / "input")] * launched
-    words += ["--chat"] * chat + (["--dtype", dtype] if dtype else [])
+    Two ranks, whose clocks differ, read standard input from a file, and show the time of one rank.
+    """
+    tokenizer, begin = byte_tokenizer(), byte_tokenizer().id_to_token(0)
+    tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, [(begin, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "<{{ messages[0].content }} {{ strftime_now('%M') }}>"
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "generation_config.json").write_text('{"stop_strings": "stop"}')
+    for name in ("b", "c"):
+        (folder / name).write_bytes(f"{name}{TEXT}".encode())
+    monkeypatch.setattr(sys, "stdin", stdin(f"c{TEXT}".encode() if ranks == 1 else b""))
+    monkeypatch.setattr(inference, "time", count(1199.9, 60).__next__)
+    files = ["--prompt-file", str(folder / "b"), "--prompt-file", "-"]
+    words = ["generate", "--model", str(folder), "--prompt", "a", *files, "--scheme", "ulysses"]
+    words += ["--input", str(folder / "c")] * (ranks > 1) + ["--tp-sp"] * (ranks > 1)
+    words += ["--chat"] * chat + ["--dtype", dtype] * (dtype != "float64")
     options = make_parser().parse_args(words)
 
     def body(comm: Any) -> tuple[Any, ...]:
-        monkeypatch.setattr(inference, "time", lambda: 1207.9 + comm.rank)
-        with Mesh(comm, tp=1) as mesh:
-            found = inference._prepare(options, mesh)
-            wanted = getattr(torch, dtype) if dtype else None
-            loaded.assert_called_once_with("dir", mesh, dtype=wanted, scheme="ring", tp_sp=True)
-        return found
+        with Mesh(comm, tp=comm.size) as mesh:
+            _, tokens, stops, model = inference._prepare(options, mesh)
+            learns = any(x.requires_grad for x in model.parameters())
+            made = model.dtype, model.tp_sp, cast("Any", model.grid.attention).func, learns
+            return [bytes(prompt).decode() for prompt in tokens], stops, made
 
-    texts = [f"<dir {text} 20:07>" if chat else text for text in ("a", TEXT, f"c{TEXT}")]
-    tokens = [[text, not chat] for text in texts]
-    frozen = loaded().requires_grad_(False)
-    loaded.reset_mock()
-    assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], frozen)]
+    first, *others = run_threads(ranks, body)
+    assert others == [first] * (ranks - 1)
+    prompts, stops, made = first
+    texts = ("a", f"b{TEXT}", f"c{TEXT}")
+    minute = {"19", "20"}
+    told = [[f"<{x} {m}>" for x in texts] if chat else [f"\0{x}" for x in texts] for m in minute]
+    assert prompts in told
+    assert stops == ["stop"]
+    assert made == (getattr(torch, dtype), ranks > 1, ulysses_attention, False)
 
 
 def test_logits_that_are_not_finite_are_not_shown(
@@ -347,17 +337,6 @@ def test_logits_that_are_not_finite_are_not_shown(
     assert told.out.count("[1]") == 1
 
 
-def test_a_template_gets_the_time_of_one_rank(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The clocks of two ranks differ by a second. Both must make the same prompt."""
-    monkeypatch.setattr(inference, "time", count(1207.0).__next__)
-    (folder / "chat_template.jinja").write_text("{{ strftime_now('%S') }}")
-    words = command("logits", folder, "--chat", "--tp", "2")[3:]
-    assert run_threads(2, lambda comm: main(words, comm)) == [0, 0]
-    assert capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("rank", "number", "text"),
     [(0, 1, "aa\ufffd\n"), (0, 2, "[0] aa\ufffd\n[1] aa\ufffd\n"), (1, 1, ""), (1, 2, "")],
@@ -372,26 +351,17 @@ def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
     """An incomplete character is shown only at the end of the text."""
     tokens, prompts = [*b"aa\xf0"], [[1]] * number
     mesh: Any = SimpleNamespace(rank=rank)
-    words = "generate --model dir --temperature 0.5 --top-k 7 --top-p 0.25 --seed 3 --max-tokens 9"
-    options = make_parser().parse_args([*words.split(), "--stop", "end"])
-    prepared = (byte_tokenizer(), prompts, ["stop"], "model")
 
-    def generate(model: object, given: object, **more: Any) -> list[list[int]]:
-        on_token = more.pop("on_token")
-        assert (model, given, more.pop("tokenizer")) == ("model", prompts, prepared[0])
-        assert more == {
-            "max_tokens": 9,
-            "sampling": Sampling(0.5, 7, 0.25, 3),
-            "stop_strings": ["end", "stop"],
-        }
+    def generate(*_: Any, on_token: Any, stop_strings: Any, **__: Any) -> list[list[int]]:
+        assert stop_strings == ["end", "stop"]
         for token in tokens if on_token else []:
             on_token(0, token)
         assert capsys.readouterr().out == text[:2] * (number == 1)
         return [tokens] * number
 
-    monkeypatch.setattr(
-        inference, "_prepare", lambda *given: prepared if given == (options, mesh) else None
-    )
+    prepared = (byte_tokenizer(), prompts, ["stop"], "model")
+    monkeypatch.setattr(inference, "_prepare", lambda *_: prepared)
     monkeypatch.setattr(inference, "generate", generate)
-    inference._generate(options, mesh)
+    words = ["generate", "--model", "dir", "--stop", "end"]
+    inference._generate(make_parser().parse_args(words), mesh)
     assert capsys.readouterr().out == text[2 * (number == 1) :]

@@ -4,6 +4,7 @@
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ from sp_core.testing import LiveBytes, spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 GREEDY = Case((6, 3), layers=1, scaling="llama3", vocab=31, seed=11)
+DEEP = Case((6, 3), layers=2, vocab=31, seed=11)
 
 
 @spmd(1, 3)
@@ -90,9 +92,8 @@ def test_narrow_numbers_of_numpy_make_the_same_decoder(comm: Any) -> None:
 @spmd(2)
 def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
     """A decoder's step makes one agreement. Later calls make their own, even if the step failed."""
-    case = Case((6, 3), layers=2, vocab=31, seed=11)
     with sp.Mesh(comm, **axes) as mesh:
-        decoder = Decoder(case.model(mesh), [9])
+        decoder = Decoder(DEEP.model(mesh), [9])
         decoder.prefill([[1] * 5])
         (group,) = (mesh[axis] for axis in axes)
         group.counters.reset()
@@ -111,12 +112,12 @@ def test_each_part_of_decoding_may_be_in_inference_mode(
     comm: Any, axes: dict[str, Any], learns: bool
 ) -> None:
     """Nothing that one part leaves for the next, such as the cache, is only for that mode."""
-    case, found = Case((6, 3), layers=2, vocab=31, seed=11), []
+    found = []
     with sp.Mesh(comm, **axes) as mesh:
         for modes in product((False, True), repeat=4):
             make, decoder, prefill, decode = map(torch.inference_mode, modes)
             with make:
-                model = case.model(mesh).requires_grad_(learns)
+                model = DEEP.model(mesh).requires_grad_(learns)
             with decoder:
                 made = Decoder(model, [9, 4])
             with prefill:
@@ -179,7 +180,7 @@ def test_a_call_that_fails_on_all_ranks_adds_no_tokens(
         raise KeyboardInterrupt
 
     with sp.Mesh(comm, **axes) as mesh:
-        model = Case((6, 3), layers=4, vocab=31, seed=11).model(mesh)
+        model = replace(DEEP, layers=4).model(mesh)
         wanted, found = Decoder(model, [9, 9]), Decoder(model, [9, 9])
         for decoder in (wanted, found):
             decoder.prefill([[1] * 3, [2]])
@@ -224,8 +225,7 @@ def test_a_mask_is_searched_once_a_step(comm: Any) -> None:
     found = []
     with sp.Mesh(comm, ring=comm.size) as mesh:
         for layers in (1, 2, 5):
-            case = Case((6, 3), layers=layers, vocab=31, seed=11)
-            decoder = Decoder(case.model(mesh), [20, 20])
+            decoder = Decoder(replace(DEEP, layers=layers).model(mesh), [20, 20])
             decoder.prefill([[1, 2, 3, 4, 5], [6, 7, 8]])
             with Values() as values:
                 decoder.decode([[1], [2]])
@@ -239,9 +239,8 @@ def test_the_tokenizer_of_the_first_rank_of_a_replica_decides(
     comm: Any, axes: dict[str, Any]
 ) -> None:
     """That tokenizer finds stop strings, also in special tokens. Other ranks have an empty one."""
-    case = Case((6, 3), layers=2, vocab=31, seed=11)
     with sp.Mesh(comm, **axes) as mesh:
-        model = case.model(mesh)
+        model = DEEP.model(mesh)
         call = partial(generate, model, [[5, 1, 4], [2]], max_tokens=9, sampling=Sampling(1.5))
         free = call()
         tokenizer = Tokenizer(models.BPE())

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from llama_cases import SCALINGS, mesh_of
 from safetensors.torch import save_file
-from test_llama_checkpoint import CASE, INDEX, contents, saved, shared, written
+from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
 
 import sp_core as sp
 from sp_core.llama import Checkpoint, LlamaConfig, create, load, save
@@ -23,82 +22,41 @@ from sp_core.testing import spmd
 
 
 def test_a_number_for_the_end_and_nulls_mean_what_they_do_for_transformers() -> None:
-    config = replace(CASE.config, eos_token_id=2)  # type: ignore[arg-type]
-    assert config == replace(CASE.config, eos_token_id=(2,))
-    assert replace(config, eos_token_id=None).eos_token_id == ()  # type: ignore[arg-type]
-    config = replace(config, rope_theta=1e4)
+    config = replace(CASE.config, eos_token_id=(2,), rope_theta=1e4)
     nulls = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": None}}
     values = config.to_dict() | dict.fromkeys(("rope_scaling", "tie_word_embeddings"))
-    assert LlamaConfig.from_dict(values | nulls) == config
+    assert LlamaConfig.from_dict(values | nulls | {"eos_token_id": 2}) == config
 
 
 @pytest.mark.parametrize(("ends", "said"), [((), None), ((2,), [2]), ((2, 5), [2, 5])])
-@pytest.mark.parametrize(("begin", "fill"), [(None, None), (40, 0)])
+@pytest.mark.parametrize(
+    "given", [{"bos_token_id": x, "pad_token_id": y} for x, y in ((None, None), (40, 0))]
+)
 @spmd(2)
 def test_a_saved_model_keeps_its_special_tokens_and_says_null_without_them(
     comm: Any,
     ends: tuple[int, ...],
     said: list[int] | None,
-    begin: int | None,
-    fill: int | None,
+    given: dict[str, Any],
     tmp_path: Path,
 ) -> None:
     """With an empty list, transformers cannot generate.
 
     Without the entries, 1 begins a text for transformers, and 2 ends it.
     """
-    names, folder = ("bos_token_id", "pad_token_id"), shared(comm, tmp_path)
-    given: dict[str, Any] = dict(zip(names, (begin, fill), strict=True))
-    if comm.rank == 0:
-        written(CASE, folder, eos_token_id=said, **given)
-    comm.Barrier()
+    folder = saved(comm, tmp_path, eos_token_id=said, **given)
     with mesh_of(comm, 0) as mesh:
         save(load(folder, mesh), folder / "model")
     values = read_json(folder / "model" / "config.json")
     assert values["eos_token_id"] == said
-    assert {name: values[name] for name in names} == given
+    assert {name: values[name] for name in given} == given
     assert LlamaConfig.from_folder(folder / "model").eos_token_id == ends
     assert LlamaConfig.from_folder(folder / "model") == LlamaConfig.from_folder(folder)
 
 
-@pytest.mark.parametrize(
-    ("entry", "text"),
-    [
-        ({"bos_token_id": "1"}, "bos_token_id='1' was given, needed a number"),
-        ({"pad_token_id": True}, "pad_token_id=True was given, needed a number"),
-        (
-            {"per_layer_config": {"0": {"rms_norm_eps": 0.5}}},
-            r"per_layer_config={'0': {'rms_norm_eps': 0.5}} is not supported; only {} is",
-        ),
-    ],
-)
-def test_special_tokens_are_numbers_and_all_layers_alike(entry: dict[str, Any], text: str) -> None:
-    (name,) = entry
-    with pytest.raises(sp.CheckpointError, match=re.escape(text)):
-        LlamaConfig.from_dict(CASE.config.to_dict() | entry)
-    assert LlamaConfig.from_dict(CASE.config.to_dict() | {name: None}) == CASE.config
-
-
-def test_an_entry_without_settings_of_a_layer_changes_nothing() -> None:
-    assert LlamaConfig.from_dict(CASE.config.to_dict() | {"per_layer_config": {}}) == CASE.config
-
-
-@pytest.mark.parametrize("without", [(), ("config.json", SINGLE)])
-@spmd(2)
-def test_a_folder_with_an_adapter_is_refused(
-    comm: Any, without: tuple[str, ...], tmp_path: Path
-) -> None:
-    """The library peft applies it, or fetches the model that it names."""
-
-    def adapt(folder: Path) -> None:
-        (folder / "adapter_config.json").write_text("{}")
-        for name in without:
-            (folder / name).unlink()
-
-    folder = saved(comm, tmp_path, adapt, shards=False)
-    text = r"has an adapter.*merge_and_unload\(\).*adapter_config\.json away"
-    with mesh_of(comm, 0) as mesh, pytest.raises(sp.CheckpointError, match=text):
-        load(folder, mesh)
+@pytest.mark.parametrize("given", [None, {}])
+def test_an_entry_without_settings_of_a_layer_changes_nothing(given: object) -> None:
+    assert LlamaConfig.from_dict(CASE.config.to_dict() | {"per_layer_config": given}) == CASE.config
 
 
 @pytest.mark.parametrize("read", [LlamaConfig.from_folder, Checkpoint])
@@ -191,31 +149,76 @@ def test_a_head_beside_a_tied_embedding_must_equal_it(
                 load(folder, made, dtype=torch.float32)
 
 
-@spmd(2)
-def test_a_folder_may_have_any_path(comm: Any, tmp_path: Path) -> None:
-    """A link to an empty folder is one; a path without a name of its own is refused, too."""
+def filled(comm: Any, tmp_path: Path) -> Path:
+    """Return a folder, the same one on all ranks, with two files, empty folders, and links."""
     folder = shared(comm, tmp_path)
     if comm.rank == 0:
-        (folder / "real").mkdir()
-        (folder / "link").symlink_to("real")
+        for name in ("empty", "full", "real"):
+            (folder / name).mkdir()
+        for name in ("file", "full/file"):
+            (folder / name).write_text("notes")
+        for name, target in (("loop", "loop"), ("link", "real")):
+            (folder / name).symlink_to(target)
     comm.Barrier()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("path", "place"), [("empty", "empty"), ("link", "real"), ("new/../up", "up")]
+)
+@spmd(3)
+def test_a_model_is_saved_in_a_new_or_an_empty_folder(
+    comm: Any, path: str, place: str, tmp_path: Path
+) -> None:
+    folder = filled(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        save(create(CASE.config, mesh), folder / path)
+        comm.Barrier()
+    made = {f"{place}/config.json", f"{place}/model.safetensors"}
+    assert contents(folder).keys() == made | {"file", "full/file"}
+    assert (folder / "link").is_symlink()
+    assert not (folder / "new").exists()
+
+
+NEVER = "cannot be .*Pass a folder to write to"
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("full", "rank 0: .*full is there already.*Delete it"),
+        ("file", "file is there already"),
+        (".", "is there already"),
+        ("/", "is there already"),
+        *((name, NEVER) for name in ("file/model", "n" * 300, "loop", "loop/model")),
+        ("\0", "the character"),
+    ],
+    ids="folder {!r:.9}".format,
+)
+@spmd(3)
+def test_what_is_there_is_never_written_over(
+    comm: Any, path: str, text: str, tmp_path: Path
+) -> None:
+    folder = filled(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        with pytest.raises((ValueError, TypeError), match=text) as caught:
+            save(create(CASE.config, mesh), folder / path)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+    assert contents(folder) == dict.fromkeys(("file", "full/file"), b"notes")
+
+
+@spmd(3)
+def test_a_file_has_as_many_bytes_of_weights_as_it_may(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    size = sum(x.numel() * x.element_size() for x in CASE.weights().values()) // 2
     with mesh_of(comm, 0) as mesh:
         model = create(CASE.config, mesh)
-        save(model, folder / "link")
-        comm.Barrier()
-        assert (folder / "link").is_symlink()
-        assert len(contents(folder / "real")) == 2
-        save(model, folder / "new" / ".." / "up")
-        comm.Barrier()
-        assert sorted(x.name for x in folder.iterdir()) == ["link", "real", "up"]
-        for path, text in (
-            (".", "is there already"),
-            ("/", "is there already"),
-            ("\0", "the character"),
-        ):
-            with pytest.raises((ValueError, TypeError), match=text) as caught:
-                save(model, path)
-            assert len(set(comm.allgather(str(caught.value)))) == 1
+        with pytest.raises(sp.CheckpointError, match=r"max_file_bytes=0 was given"):
+            save(model, folder / "0", max_file_bytes=0)
+        for limit, files in ((size, 1), (size - 1, 2)):
+            save(model, folder / f"{limit}", max_file_bytes=limit)
+            assert len([*(folder / f"{limit}").glob("*.safetensors")]) == files
+        assert f'"total_size": {size}\n' in (folder / f"{size - 1}" / INDEX).read_text()
 
 
 @spmd(1)

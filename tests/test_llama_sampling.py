@@ -111,30 +111,17 @@ def test_the_first_rank_of_a_replica_finds_out_whether_logits_are_finite(
             assert call(sampling=rule) == call()
 
 
-class DividesAsCuda(TorchDispatchMode):
-    """Divide by a number as torch does on CUDA: multiply by its reciprocal."""
+class AsCuda(TorchDispatchMode):
+    """Compute as torch does on CUDA, and draw the greatest random number below 1.
+
+    A division by a number multiplies by its reciprocal. Each sum is added up in a tree of its own.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.div.Tensor and isinstance(args[1], float):
             return args[0] * (1 / args[1])
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_gpu_chooses_the_likeliest_token_at_the_lowest_temperatures() -> None:
-    """The reciprocal of such a number is infinity, and infinity times 0 is NaN."""
-    sampling, logits = Sampling(temperature=1e-310), torch.tensor([0.0, 2.0, 1.0])
-    with DividesAsCuda():  # type: ignore[no-untyped-call]
-        assert sampling.choose(logits, sampling.random(0)) == 1
-
-
-class ScansAsCuda(TorchDispatchMode):
-    """Add up as CUDA does, in a tree for each sum, and draw the greatest random number below 1."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
         found = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.rand.generator:
             return torch.full_like(found, 1 - 2**-53)
@@ -146,10 +133,16 @@ class ScansAsCuda(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("rule", [Sampling(1.0), Sampling(1.0, top_k=7), Sampling(1.0, top_p=1.0)])
-def test_a_gpu_never_chooses_a_token_with_logit_minus_infinity(rule: Sampling) -> None:
+@pytest.mark.parametrize(
+    ("rule", "chosen"),
+    [
+        (Sampling(1e-310), {4}),  # its reciprocal is infinity, and infinity times 0 is NaN
+        *((Sampling(1.0, **limit), {*range(5)}) for limit in ({}, {"top_k": 7}, {"top_p": 1.0})),
+    ],
+)
+def test_a_gpu_chooses_a_token_that_is_possible(rule: Sampling, chosen: set[int]) -> None:
     """There a sum of probabilities may differ in rounding from the sum with zeros after them."""
     possible = torch.randn(5, generator=torch.Generator().manual_seed(2))
     logits = F.pad(possible, (0, 3), value=-torch.inf)
-    with ScansAsCuda():  # type: ignore[no-untyped-call]
-        assert rule.choose(logits, rule.random(0)) < len(possible)
+    with AsCuda():  # type: ignore[no-untyped-call]
+        assert rule.choose(logits, rule.random(0)) in chosen
