@@ -181,7 +181,7 @@ def raising(error: Exception, only: int | None) -> Call:
     ],
     ids=["on every rank", "on one rank", "of a process group"],
 )
-def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash(
+def test_an_error_is_a_refusal_a_crash_or_a_hang_by_where_it_was_raised(
     error: Exception, only: int | None, verdict: str, said: str
 ) -> None:
     found = on_trial(raising(error, only), "full", seconds=0.0)

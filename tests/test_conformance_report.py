@@ -97,12 +97,22 @@ def test_a_launch_that_dies_takes_one_cell_with_it(
     ],
 )
 def test_ranks_that_all_compute_when_their_time_is_up_do_not_hang(
-    said: list[str], verdict: str
+    said: list[str], verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    reason = "==== the launch was ended: a rank has reached its time limit ===="
-    found = launching._dead(2, "\n".join([reason, *said]))
-    assert found["verdict"] == verdict
-    assert verdict != "slow" or "a.py" in found["states"]
+    sizes: list[int] = []
+
+    def launch(size: int, folder: Path, patience: float) -> str:
+        sizes.append(size)
+        return "\n".join(
+            ["==== the launch was ended: a rank has reached its time limit ====", *said]
+        )
+
+    monkeypatch.setattr(launching, "_launch", launch)
+    found: launching.Found = {}
+    launching.put_on_trial([named("torch ring")], (2, 3), launching.Limits(5, 1.0, tmp_path), found)
+    assert {one["verdict"] for one in found.values()} == {verdict}
+    assert sizes == [2]
+    assert all("a.py" in one["states"] for one in found.values() if verdict == "slow")
 
 
 def test_patience_multiplies_every_limit_of_a_launch(

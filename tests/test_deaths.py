@@ -66,7 +66,7 @@ WENT_ON = JUNIT.replace("</testsuite>", f'<testcase name="{AFTER}"/></testsuite>
         ({"junit": None}, ["no JUnit file"]),
     ],
 )
-def test_each_thing_that_is_missing_is_a_fault(
+def test_each_thing_that_is_missing_is_a_fault_and_nothing_else(
     tmp_path: Path, changes: Any, faults: list[str]
 ) -> None:
     assert faults_of(tmp_path, **changes) == faults

@@ -146,6 +146,13 @@ def test_a_receive_takes_the_first_message_with_its_tag(
     assert into.ravel().tolist() == due
 
 
+@spmd(2)
+def test_bytes_are_received_as_numbers(comm: Any) -> None:
+    into, peer = np.zeros(2), 1 - comm.rank
+    comm.Sendrecv(values(comm.rank, 2).view(np.uint8), peer, 0, into, peer, 0)
+    np.testing.assert_array_equal(into, values(peer, 2))
+
+
 @given(
     nprocs=st.integers(1, 4),
     columns=st.integers(1, 3),
@@ -257,7 +264,10 @@ def test_what_is_left_out_is_what_mpi4py_takes() -> None:
 @pytest.mark.parametrize(
     ("begin", "begun"),
     [
-        (lambda c: (c.Isend(ONE, 1 - c.rank), c.Recv(np.zeros(1), 1 - c.rank)), " with tag 0"),
+        (
+            lambda c: (c.Isend(ONE, 1 - c.rank), c.Recv(np.zeros(1), 1 - c.rank)),
+            "to receive a message with tag 0",
+        ),
         (lambda c: c.Iallreduce(ONE, np.zeros(1)), "a started "),
     ],
 )

@@ -205,9 +205,10 @@ def test_a_rank_that_ended_by_itself_or_noted_an_error_is_the_first(
     watch: Deaths,
     tmp_path: Path,
 ) -> None:
-    """Ranks 2, 3 and 1 close their pipes in this order. A rank without a cause is not yet dead.
+    """Ranks 2, 3 and 1 end in this order, after rank 0 has closed its pipe without dying.
 
-    mpiexec may have killed the others. The error of rank 3 may be that it lost rank 2.
+    A rank without a cause is not yet dead. A rank that was killed may have been killed by mpiexec,
+    and a noted error may come from the loss of another rank.
     """
     for rank, text in noted.items():
         file_of(tmp_path, rank, "place").write_text(f"{text}\0in an older place")

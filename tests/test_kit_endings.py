@@ -273,4 +273,5 @@ def test_a_signal_waits_until_a_launch_has_begun_or_its_ranks_are_ended(
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         command_module.run(1, ["tool"], timeout=1.0)
     assert waited == [number]
+    assert made.trouble.called == (while_it == "is ended")
     made.end.assert_called_once_with()

@@ -107,6 +107,21 @@ def test_decorators_of_hypothesis_work_on_top() -> None:
         assert seen[0] == (3, -7)
 
 
+def test_events_targets_and_notes_may_come_from_any_rank() -> None:
+    @SEARCH
+    @given(nprocs=st.just(2), n=st.integers(0, 1000))
+    def body(comm: Any, n: int) -> None:
+        event(f"rank {comm.rank}")
+        target(float(n * comm.rank), label="n")
+        note(f"said by rank {comm.rank}")
+        assert n < 100
+
+    said = ("said by rank 0", "said by rank 1", "@example(nprocs=2, n=100)", "test case: body(")
+    text = failure_of(body)
+    assert_told(text, *said)
+    assert "raw replay" not in text
+
+
 @pytest.mark.parametrize("of_kit", [True, False])
 def test_what_is_said_in_a_test_reaches_hypothesis(
     monkeypatch: pytest.MonkeyPatch, *, of_kit: bool

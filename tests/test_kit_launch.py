@@ -144,6 +144,13 @@ def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str)
     assert fault != "loop" or text.count("Timeout (0:00:02)!") == 3
 
 
+def test_ranks_that_collect_different_tests_are_refused() -> None:
+    code, text = launched(2, *PYTEST, "--with-mpi", "case_small.py", CASE_COLLECT="1")
+    assert code == 4, text
+    said = "the ranks collected different tests, or in another order:\n  not on all ranks, but on"
+    assert text.count(f"{said} rank 1: ") == 1, text
+
+
 def test_ranks_of_which_one_ends_its_session_early_all_end() -> None:
     code, text = launched(2, *PYTEST, "--with-mpi", "case_small.py", timeout=20, CASE_ENDS="0")
     assert code == 3, text

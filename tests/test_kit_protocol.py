@@ -57,6 +57,7 @@ def test_a_round_means_the_same_in_any_order_of_ranks(
         ((CALL, Record(Kind.CALL, Call("Dup"))), Kind.MISMATCH),
         ((CALL, Record(Kind.OK)), Kind.MISMATCH),
         ((CALL, Record(Kind.FAIL)), Kind.WOKEN),
+        ((CALL, Record(Kind.REJECT)), Kind.WOKEN),
         ((Record(Kind.WAIT), Record(Kind.FAIL)), Kind.WOKEN),
         ((Record(Kind.WAIT), CALL, Record(Kind.OK)), Kind.WAIT),
         (tuple(map(Record, DONE)), Kind.OK),

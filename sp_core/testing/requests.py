@@ -196,7 +196,7 @@ def _ask(
     """
     complete: Sequence[int] = ()
     try:
-        got = getattr(base, test)(target, status)
+        got = _tested(base, test, target, status)
         done, answer, complete = _meaning(
             test[4:], got if isinstance(got, tuple) else (got,), len(requests)
         )
@@ -220,6 +220,22 @@ def _ask(
                 known = [status] if test[4:] in ("", "any") else status[place:]
                 transfer.end(next(iter(known), None))
     return done, got, answer
+
+
+def _tested(base: Any, test: str, requests: Any, status: Any) -> Any:
+    """Call a test method of mpi4py, and return its result.
+
+    MPI_Testall of MPICH fails for persistent collectives, which its MPI_Waitall takes. So the state
+    of persistent requests is read first, and they are completed once all of them can be.
+    """
+    from mpi4py import MPI
+
+    if test != "Testall" or not any(isinstance(each, MPI.Prequest) for each in requests):
+        return getattr(base, test)(requests, status)
+    status += [MPI.Status() for _ in requests[len(status) :]]
+    if not all(each.Get_status(known) for each, known in zip(requests, status, strict=False)):
+        return False
+    return all(base.Test(each) for each in requests)
 
 
 def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any, Sequence[int]]:

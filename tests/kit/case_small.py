@@ -20,3 +20,10 @@ def test_ranks(comm: Any, request: pytest.FixtureRequest) -> None:
 def test_ordinary() -> None:
     record_ratio("of one test", float(os.environ.get("CASE_RATIO", "0.1")))
     assert tier() == "threads"
+
+
+if "CASE_COLLECT" in os.environ:
+
+    @pytest.mark.parametrize("rank", range(1 + RANK))
+    def test_that_is_not_the_same_on_all_ranks(rank: int) -> None:
+        """Rank 1 collects one test more than rank 0."""
