@@ -1,4 +1,4 @@
-"""Plan which rank computes which of many sequences of unequal length, then run the plan on a LLaMA.
+"""Assign many sequences of unequal length to ranks, then compute them so with a LLaMA.
 
 Run it with `sp-core run -n 4 -- python examples/unequal.py`.
 """

@@ -242,15 +242,15 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
 
     Args:
         name: what the error calls the value.
-        value: the value to check.
-        kind: the class that the value must be an instance of.
+        value, kind: the value, and the class that it must be an instance of.
         remedy: a sentence for the error, which says how to get a `kind`.
 
     Raises:
         TypeError: the value is no `kind`; the text says what was given and how to get one.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{name}={_shown(value)} was given; a {kind.__name__} is needed. {remedy}")
+        needed = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+        raise TypeError(f"{name}={_shown(value)} was given; {needed} is needed. {remedy}")
 
 
 def length_along(x: Tensor, dim: int) -> int:

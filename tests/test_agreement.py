@@ -113,7 +113,8 @@ LEAVING: list[tuple[list[tuple[str, str]], str]] = [
         f"  rank 0: {'x' * 40}...\n  rank 1: {'y' * 39}\n  rank 2: free() of mesh['a']",
     ),
     (
-        [("free", ""), ("end", ""), ("end", "")],  # rank 0 would wait for this one, others for all
+        # rank 0 frees one communicator, the others the whole mesh
+        [("free", ""), ("end", ""), ("end", "")],
         "some ranks leave and others do not; nothing was sent. Make these calls equal:\n"
         "  rank 0: free() of mesh['a']\n"
         "  rank 1: free() of mesh['a'] with its mesh\n  rank 2: free() of mesh['a'] with its mesh",

@@ -172,6 +172,10 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
         TypeError(f"group=str '{'a' * 59}... was given; a Communicator is needed. Pass one of"),
     ),
     (
+        lambda: arguments.check_type("x", 3, OSError, "Raise one."),
+        TypeError("x=3 was given; an OSError is needed. Raise one."),
+    ),
+    (
         lambda: sp.plan("", X, comm=ANY_LIST),
         TypeError("comm=[1] was given; a Communicator is needed. Pass one of"),
     ),

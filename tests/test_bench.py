@@ -167,6 +167,7 @@ def test_a_file_that_grows_too_large_is_an_error(
     for code in (1, 2):
         assert record.main(["--out", str(out)]) == code
         assert "are allowed" in capsys.readouterr().err
+        monkeypatch.setattr(launching, "watch", pytest.fail)
 
 
 def test_a_full_disk_is_told_in_one_line_and_the_records_are_shown(

@@ -106,6 +106,7 @@ def test_each_rank_polls_and_waits_in_an_order_of_its_own(
             with torch.set_grad_enabled(order % 2 == 0):
                 pending[place].wait()
         results = [waiting.wait() for waiting in pending]
+        assert all(again.wait() is y for again, y in zip(pending, results, strict=True))
         assert [y.requires_grad for y in results] == [x.requires_grad for x in leaves]
         assert all(torch.equal(*both) for both in zip(results, wanted, strict=True))
         needed = [leaf for leaf in leaves if leaf.requires_grad]

@@ -255,6 +255,19 @@ def test_an_error_just_above_the_bound_is_found(weights: dict[str, Tensor]) -> N
     assert "The single device itself is too far off" in str(verdict)
 
 
+@pytest.mark.parametrize("case", [FULL, CAUSAL], ids=lambda case: case.mask)
+def test_a_sample_of_tokens_has_the_values_of_the_whole(
+    weights: dict[str, Tensor], case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = block.tokens(case, torch.arange(48))
+    _, _, whole = block.exact(x, weights, case)
+    monkeypatch.setitem(block.EXACT_FLOPS, "cpu", 0.0)
+    monkeypatch.setattr(block, "SAMPLED_TOKENS", 5)
+    rows, positions, sample = block.exact(x, weights, case)
+    assert (rows.tolist(), positions.tolist()) == ([0], [0, 12, 24, 35, 47])
+    torch.testing.assert_close(sample, whole[rows][:, positions])
+
+
 def test_a_wrong_gradient_is_found(weights: dict[str, Tensor]) -> None:
     x = block.tokens(CAUSAL, torch.arange(48))
     y, upstream = block.alone(x, weights, CAUSAL), torch.ones_like(x).cumsum(1) / 48

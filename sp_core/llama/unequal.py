@@ -1,6 +1,6 @@
 """`prefill_unequal`: logits after the last token of sequences of unequal length.
 
-A plan of `sp_core.scheduling` sorts the sequences into three kinds:
+An assignment of `sp_core.scheduling` sorts the sequences into three kinds:
 
     sharded  all sequence ranks share a sequence     zigzag shards, attention by the grid's scheme
     packed   one sequence rank computes it whole     local attention, several packed into one row

@@ -6,7 +6,7 @@ Both stages together take about a minute on two idle cores. Tests whose examples
 """
 
 _MEETING = (
-    *("algorithms", "plans", "window", "transports", "overlap", "mesh", "autograd", "schemes"),
+    *("algorithms", "order", "window", "transports", "overlap", "mesh", "autograd", "schemes"),
     *("scheme_laws", "link", "kit_comm", "kit_engine"),
 )
 _ALONE = ("sharding", "mask", "attention", "errors", "kit_threads")
