@@ -225,17 +225,24 @@ def _ask(
 def _tested(base: Any, test: str, requests: Any, status: Any) -> Any:
     """Call a test method of mpi4py, and return its result.
 
-    MPI_Testall of MPICH fails for persistent collectives, which its MPI_Waitall takes. So the state
-    of persistent requests is read first, and they are completed once all of them can be.
+    MPI_Testall of MPICH fails for persistent collectives, which its MPI_Waitall takes. So these are
+    asked apart, and completed when all other requests are.
     """
     from mpi4py import MPI
 
-    if test != "Testall" or not any(isinstance(each, MPI.Prequest) for each in requests):
+    collectives = [
+        each
+        for each in (requests if test == "Testall" else ())
+        if isinstance(each, MPI.Prequest) and not getattr(_under(each), "is_message", True)
+    ]
+    if not collectives:
         return getattr(base, test)(requests, status)
-    status += [MPI.Status() for _ in requests[len(status) :]]
-    if not all(each.Get_status(known) for each, known in zip(requests, status, strict=False)):
-        return False
-    return all(base.Test(each) for each in requests)
+    others = [MPI.REQUEST_NULL if each in collectives else each for each in requests]
+    return (
+        all(each.Get_status() for each in collectives)
+        and base.Testall(others, status)
+        and all(base.Test(each) for each in collectives)
+    )
 
 
 def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any, Sequence[int]]:
