@@ -110,10 +110,8 @@ def test_each_rank_polls_and_waits_in_an_order_of_its_own(
         assert [y.requires_grad for y in results] == [x.requires_grad for x in leaves]
         assert all(torch.equal(*both) for both in zip(results, wanted, strict=True))
         needed = [leaf for leaf in leaves if leaf.requires_grad]
-        found = gradients(results, needed)
-        assert all(
-            torch.equal(*both) for both in zip(found, gradients(wanted, needed), strict=True)
-        )
+        pairs = zip(gradients(results, needed), gradients(wanted, needed), strict=True)
+        assert all(torch.equal(*both) for both in pairs)
 
 
 def first_mesh(comm: Any) -> None:
