@@ -23,13 +23,13 @@ from oracle.window_cases import OPS, Node, Problem, inputs_of, use_window
 import sp_core as sp
 from sp_core import measuring
 from sp_core.collectives.execution import BoundWindow
-from sp_core.programs import WIDE_BLOCK, Buffer, cost, operation, program_of, window as programs
+from sp_core.programs import WIDE_BLOCK, Buffer, cost, operation, program_of
+from sp_core.programs.window import SLOTS
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
 from sp_core.transport import Window, shared
 
-SLOTS = programs.SLOTS
 lengths = st.integers(0, 30) | st.integers(0, 2)
 problems = st.builds(
     Problem,
