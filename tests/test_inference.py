@@ -7,7 +7,7 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -316,7 +316,7 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     for name in ("b", "c"):
         (folder / name).write_bytes(f"{name}{TEXT}".encode())
     monkeypatch.setattr(sys, "stdin", stdin(f"c{TEXT}".encode() if ranks == 1 else b""))
-    offsets = count(0, 3600)
+    offsets = count(3600, 3600)
     zone = Mock(side_effect=lambda _: SimpleNamespace(tm_gmtoff=next(offsets)))
     monkeypatch.setattr(inference, "localtime", zone)
     monkeypatch.setattr(inference, "time", count(1207.9, 60).__next__)
@@ -337,7 +337,7 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     assert others == [first] * (ranks - 1)
     prompts, stops, made = first
     texts = ("a", f"b{TEXT}", f"c{TEXT}")
-    times = [f"0{hour}:{minute}:07" for hour in range(ranks) for minute in range(20, 20 + ranks)]
+    times = [f"0{1 + hour}:{20 + minute}:07" for hour, minute in product(range(ranks), repeat=2)]
     told = [[f"<{x} {now}>" for x in texts] if chat else [f"\0{x}" for x in texts] for now in times]
     assert prompts in told
     assert stops == ["stop"]
