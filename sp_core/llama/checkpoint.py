@@ -301,7 +301,7 @@ def write(
     ((target, _, tensors, texts),) = found
     files = _files(".", parts_of(model), max_file_bytes, texts)
     files |= _files(STATE, tensors, max_file_bytes, texts)
-    draft = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    draft = target.parent / f".{target.name:.55}.{uuid.uuid4().hex}"  # at most 254 bytes
     try:
         on_first(partial(_begin, target, draft))
         for file, parts in files.items():
