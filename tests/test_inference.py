@@ -1,4 +1,4 @@
-"""Test the commands of LLaMA on one rank: starting ranks, reading prompts, printing, ending."""
+"""Test the commands of LLaMA in this process: starting ranks, reading prompts, printing, ending."""
 
 import errno
 import io

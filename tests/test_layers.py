@@ -42,7 +42,7 @@ def grid(comm: Any) -> sp.Mesh:
 
 
 @spmd(1, 2, 4)
-def test_weights_that_ranks_do_not_hold_alike_are_not_summed(comm: Any) -> None:
+def test_a_sum_of_gradients_refuses_weights_that_ranks_do_not_hold_alike(comm: Any) -> None:
     with grid(comm) as mesh:
         tokens = mesh["ring", "ulysses"]
         split = sp.ColumnParallelLinear.from_linear(nn.Linear(8, 8), comm=tokens)
