@@ -300,7 +300,7 @@ ON_ONE_RANK: Table = {
             f"{what} on stages": (
                 sp.CheckpointError,
                 "2 stages; a model is saved without pp, and a training is saved and loaded without",
-                lambda mesh, here, call=call: call(CASE.model(mesh)),
+                converted(call, Llama.train),
             )
             for what, call in (
                 ("a model saved", CALLS["a save"][0]),
