@@ -14,9 +14,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from time import time
+from time import localtime, time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -284,7 +284,8 @@ def _prepare(
     comm = mesh[tuple(mesh.axes)]
     # of one rank, since a template may show it
     seconds, *_ = comm.agree_on(lambda: "the time", lambda: int(time()))
-    now = datetime.fromtimestamp(seconds).astimezone()
+    offset, *_ = comm.agree_on(lambda: "the time zone", lambda: localtime(seconds).tm_gmtoff)
+    now = datetime.fromtimestamp(seconds, timezone(timedelta(seconds=offset)))
     found = make_alike(comm, read)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     model = load(options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp)

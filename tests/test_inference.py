@@ -1,4 +1,4 @@
-"""Test the commands of LLaMA on one rank: starting ranks, reading prompts, printing, ending."""
+"""Test the commands of LLaMA in this process: starting ranks, reading prompts, printing, ending."""
 
 import errno
 import io
@@ -7,7 +7,7 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -99,7 +99,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 NO_ROOM = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 FREE_SPACE = f"{NO_ROOM.strerror}. Free space, or set TMPDIR to a folder that can"
 STDIN, TWO = ("--prompt-file", "-"), ("--tp", "2")
-LAUNCH, CLOSED = "sp_core.launch.command.run", "standard input is closed; open it, or pass"
+CLOSED = "standard input is closed; open it, or pass"
 REFUSED: dict[str, tuple[str, tuple[str, ...], bytes | None, dict[str, Exception]]] = {
     **{
         what: (text, words, b"", {})
@@ -142,14 +142,6 @@ REFUSED: dict[str, tuple[str, tuple[str, ...], bytes | None, dict[str, Exception
         {"pathlib.Path.write_bytes": FULL},
     ),
     "no room for temporary files": (FREE_SPACE, TWO, b"", {"tempfile.TemporaryDirectory": NO_ROOM}),
-    **{
-        f"a launch that fails with {error}": (f"sp-core: {error}\n", TWO, b"", {LAUNCH: error})
-        for error in (
-            ValueError("no time"),
-            FileNotFoundError("no mpiexec"),
-            PermissionError(13, "not yours"),
-        )
-    },
 }
 """By name: a part of the error, options, standard input, and functions that raise an error."""
 
@@ -169,15 +161,34 @@ def test_what_is_known_before_is_refused_before(
     for name, error in failing.items():
         monkeypatch.setattr(name, Mock(side_effect=error))
     assert main(command("generate", folder, *words)[3:]) == inference.REFUSED
-    assert text in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert text in told
+    assert (told[:9], told.count("\n")) == ("sp-core: ", 1)
     assert not started
 
 
-def test_an_interrupt_ends_a_launch_with_its_code(
-    folder: Path, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (ValueError("no time"), inference.REFUSED),
+        (FileNotFoundError("no mpiexec"), inference.REFUSED),
+        (PermissionError(13, "not yours"), inference.REFUSED),
+    ],
+    ids=repr,
+)
+def test_a_failed_launch_prints_one_line_and_an_interrupt_none(
+    error: BaseException,
+    code: int,
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launcher, "run", Mock(side_effect=KeyboardInterrupt))
-    assert main(command("generate", folder, "--tp", "2")[3:]) == 130
+    monkeypatch.setattr(launcher, "run", Mock(side_effect=error))
+    assert main(command("generate", folder, *TWO)[3:]) == code
+    told = "" if isinstance(error, KeyboardInterrupt) else f"sp-core: {error}\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_launch_without_room_for_temporary_files_is_refused(
@@ -207,12 +218,18 @@ def test_a_single_rank_needs_mpi_and_gets_a_home(
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "variable", "comm", "axes"),
+    ("name", "more", "variable", "comm", "made_with"),
     [
         ("logits", (), None, None, {"tp": 1}),
         ("generate", (), None, None, {"tp": 1}),
         ("generate", ("--tp", "3", "--dp", "2"), None, "comm", {"dp": 2, "tp": 3}),
-        ("logits", ("--pp", "3", "--ring", "2"), None, "comm", {"pp": 3, "ring": 2}),
+        (
+            "logits",
+            ("--pp", "3", "--ring", "2", "--device", "cuda", "--algorithm", "ring"),
+            None,
+            "comm",
+            {"pp": 3, "ring": 2, "device": "cuda", "algorithm": "ring"},
+        ),
         ("logits", ("--tp", "2"), "PMI_RANK", None, {"tp": 2}),
         ("logits", ("--tp", "2"), None, None, None),
     ],
@@ -222,7 +239,7 @@ def test_a_command_runs_here_in_a_job_or_if_one_rank_is_enough(
     more: tuple[str, ...],
     variable: str | None,
     comm: Any,
-    axes: dict[str, int] | None,
+    made_with: dict[str, Any] | None,
     folder: Path,
     started: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -235,11 +252,11 @@ def test_a_command_runs_here_in_a_job_or_if_one_rank_is_enough(
     monkeypatch.setitem(sys.modules, "mpi4py", Mock(**{"MPI.COMM_WORLD": "world"}))
     if variable:
         monkeypatch.setenv(variable, "0")
-    assert main(command(name, folder, *more)[3:], comm) == (0 if axes else 7)
-    how = {"device": "cpu", "check": "off", "algorithm": None}
-    assert made.call_args_list == ([call(comm or "world", **how, **axes)] if axes else [])
+    assert main(command(name, folder, *more)[3:], comm) == (0 if made_with else 7)
+    how = {"device": "cpu", "check": "off", "algorithm": None, **(made_with or {})}
+    assert made.call_args_list == ([call(comm or "world", **how)] if made_with else [])
     ran = [(part, given[1]) for part, given, _ in called.mock_calls]
-    assert ran == ([(f"_{name}", "mesh")] if axes else [])
+    assert ran == ([(f"_{name}", "mesh")] if made_with else [])
 
 
 @pytest.mark.parametrize(("size", "ends"), [(1, False), (2, True)])
@@ -287,18 +304,22 @@ def test_prompts_are_those_of_options_files_and_standard_input(
 ) -> None:
     """In a chat each prompt is put into the template, which already has the special tokens.
 
-    Two ranks, whose clocks differ, read standard input from a file, and show the time of one rank.
+    Two ranks, whose clocks and time zones differ, read standard input from a file, and show the
+    time of one rank in the zone of one rank.
     """
     tokenizer, begin = byte_tokenizer(), byte_tokenizer().id_to_token(0)
     tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, [(begin, 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = "<{{ messages[0].content }} {{ strftime_now('%M') }}>"
+    template = "<{{ messages[0].content }} {{ strftime_now('%H:%M:%S') }}>"
     (folder / "chat_template.jinja").write_text(template)
     (folder / "generation_config.json").write_text('{"stop_strings": "stop"}')
     for name in ("b", "c"):
         (folder / name).write_bytes(f"{name}{TEXT}".encode())
     monkeypatch.setattr(sys, "stdin", stdin(f"c{TEXT}".encode() if ranks == 1 else b""))
-    monkeypatch.setattr(inference, "time", count(1199.9, 60).__next__)
+    offsets = count(3600, 3600)
+    zone = Mock(side_effect=lambda _: SimpleNamespace(tm_gmtoff=next(offsets)))
+    monkeypatch.setattr(inference, "localtime", zone)
+    monkeypatch.setattr(inference, "time", count(1207.9, 60).__next__)
     files = ["--prompt-file", str(folder / "b"), "--prompt-file", "-"]
     words = ["generate", "--model", str(folder), "--prompt", "a", *files, "--scheme", "ulysses"]
     words += ["--input", str(folder / "c")] * (ranks > 1) + ["--tp-sp"] * (ranks > 1)
@@ -316,8 +337,8 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     assert others == [first] * (ranks - 1)
     prompts, stops, made = first
     texts = ("a", f"b{TEXT}", f"c{TEXT}")
-    minute = {"19", "20"}
-    told = [[f"<{x} {m}>" for x in texts] if chat else [f"\0{x}" for x in texts] for m in minute]
+    times = [f"0{1 + hour}:{20 + minute}:07" for hour, minute in product(range(ranks), repeat=2)]
+    told = [[f"<{x} {now}>" for x in texts] if chat else [f"\0{x}" for x in texts] for now in times]
     assert prompts in told
     assert stops == ["stop"]
     assert made == (getattr(torch, dtype), ranks > 1, ulysses_attention, False)

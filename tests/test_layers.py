@@ -42,12 +42,16 @@ def grid(comm: Any) -> sp.Mesh:
 
 
 @spmd(1, 2, 4)
-def test_split_weights_and_weights_on_other_devices_are_no_weights_to_sum(comm: Any) -> None:
+def test_a_sum_of_gradients_refuses_weights_that_ranks_do_not_hold_alike(comm: Any) -> None:
     with grid(comm) as mesh:
         tokens = mesh["ring", "ulysses"]
         split = sp.ColumnParallelLinear.from_linear(nn.Linear(8, 8), comm=tokens)
         with nullcontext() if comm.size == 1 else pytest.raises(sp.ShapeError, match="as `tensor`"):
             reduce_gradients(split.parameters(), data=tokens)
+        turned = nn.Parameter(torch.ones((2, 3) if comm.rank else (3, 2), device=device()))
+        error = pytest.raises(sp.CollectiveMismatch, match=r"\(3, 2\)")
+        with nullcontext() if comm.size == 1 else error:
+            reduce_gradients([turned], data=tokens)
         elsewhere = [nn.Parameter(torch.ones(1, device="meta"))] * (comm.rank == 0)
         with pytest.raises(sp.DeviceError, match="a parameter is on meta"):
             reduce_gradients(elsewhere, data=tokens)
@@ -143,10 +147,13 @@ def test_a_changed_part_of_a_layer_computes_what_it_computes_on_one_device(
             assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
 
 
+TIED = {"attention.k_proj": "attention.v_proj", "feed_forward.gate": "feed_forward.up"}
+
+
 def tie(block: Any) -> None:
     """Give pairs of parts of a block the same weights."""
-    block.attention.k_proj = block.attention.v_proj
-    block.feed_forward.gate = block.feed_forward.up
+    for one, other in TIED.items():
+        block.set_submodule(one, block.get_submodule(other))
 
 
 @spmd(1, 2, 3)
@@ -154,6 +161,26 @@ def test_weights_that_are_tied_in_a_layer_have_the_gradient_of_one_device(comm: 
     with sp.Mesh(comm, sp=comm.size) as mesh:
         found, wanted = (results(mesh[x], tie) for x in ("sp", ()))
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@spmd(1)
+def test_weights_that_are_tied_in_a_layer_have_the_sum_of_the_gradients_of_both(comm: Any) -> None:
+    with sp.Mesh(comm, sp=1) as mesh:
+        tied, alone = (
+            sp.TransformerBlock(4, 2, comm=mesh["sp"], gated=True, dtype=torch.float64)
+            for _ in "ab"
+        )
+        tie(tied)
+        alone.load_state_dict(tied.state_dict())
+        for block in (tied, alone):
+            out = block(normal(1, (1, 6, 4), "float64"), sharding=sp.Sharding.contiguous(6, 1))
+            out.square().sum().backward()
+        for pair in TIED.items():
+            one, other = (alone.get_parameter(f"{name}.weight").grad for name in pair)
+            assert one is not None
+            assert other is not None
+            shared = tied.get_parameter(f"{pair[0]}.weight").grad
+            torch.testing.assert_close(shared, one + other)
 
 
 @spmd(1)

@@ -161,7 +161,7 @@ ADAPTER, ADAPTED = (
 BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "no configuration": ("config.json is not there", drop("config.json")),
     "an adapter": (ADAPTED, lambda f: (f / ADAPTER).write_text("{}")),
-    "an adapter of a model elsewhere": (
+    "an adapter without the model that it adapts": (
         ADAPTED,
         lambda f: [(f / name).replace(f / ADAPTER) for name in ("config.json", INDEX, FIRST)],
     ),

@@ -111,8 +111,8 @@ def test_generation_config_says_which_tokens_end_a_text(folder: Path) -> None:
 TWO = ("--tp", "2", "--tp-sp", "--algorithm", "all_reduce=ring,all_gather=bruck")
 
 
-@pytest.mark.parametrize("ways", [(), TWO], ids=["one rank", "two ranks"])
-def test_a_launch_writes_what_this_process_writes(
+@pytest.mark.parametrize("ways", [(), TWO], ids=["alone", "with two ranks"])
+def test_another_process_writes_what_this_one_writes(
     folder: Path, ways: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A character that the output cannot show is escaped."""

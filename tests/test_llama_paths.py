@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ def test_a_number_for_the_end_and_nulls_mean_what_they_do_for_transformers() -> 
     nulls = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": None}}
     values = config.to_dict() | dict.fromkeys(("rope_scaling", "tie_word_embeddings"))
     assert LlamaConfig.from_dict(values | nulls | {"eos_token_id": 2}) == config
+    assert replace(config, eos_token_id=None).eos_token_id == ()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("ends", "said"), [((), None), ((2,), [2]), ((2, 5), [2, 5])])
@@ -164,7 +166,14 @@ def filled(comm: Any, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("path", "place"), [("empty", "empty"), ("link", "real"), ("new/../up", "up")]
+    ("path", "place"),
+    [
+        ("empty", "empty"),
+        ("link", "real"),
+        ("new/../up", "up"),
+        *((name, name) for name in ("n" * 255, "\U0001d52b" * 63)),  # 252 bytes in UTF-8
+    ],
+    ids=["an empty folder", "a link", "a path through a new folder", "a long name", "wide letters"],
 )
 @spmd(3)
 def test_a_model_is_saved_in_a_new_or_an_empty_folder(
@@ -180,29 +189,30 @@ def test_a_model_is_saved_in_a_new_or_an_empty_folder(
     assert not (folder / "new").exists()
 
 
-NEVER = "cannot be .*Pass a folder to write to"
+THERE, FAILS = "{} is there already.*Delete it", "{} cannot be written: .*Pass a folder to write to"
+NOT_WRITTEN: dict[str, tuple[str, str, type[Exception]]] = {
+    "a full folder": ("full", THERE, sp.CheckpointError),
+    "a file": ("file", THERE, sp.CheckpointError),
+    "the root": ("/", THERE, sp.CheckpointError),
+    "a folder in a file": ("file/model", FAILS, sp.CheckpointError),
+    "a name that is too long": ("n" * 300, FAILS, sp.CheckpointError),
+    "a link to itself": ("loop", FAILS, sp.CheckpointError),
+    "a folder in a link to itself": ("loop/model", FAILS, sp.CheckpointError),
+    "a name with the character 0": ("\0", ".*the character", TypeError),
+}
+"""By what the path is: the path, the error's text with {} for the path, and the error's class."""
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("full", "rank 0: .*full is there already.*Delete it"),
-        ("file", "file is there already"),
-        (".", "is there already"),
-        ("/", "is there already"),
-        *((name, NEVER) for name in ("file/model", "n" * 300, "loop", "loop/model")),
-        ("\0", "the character"),
-    ],
-    ids="folder {!r:.9}".format,
-)
+@pytest.mark.parametrize("what", NOT_WRITTEN)
 @spmd(3)
-def test_what_is_there_is_never_written_over(
-    comm: Any, path: str, text: str, tmp_path: Path
-) -> None:
+def test_what_is_there_is_never_written_over(comm: Any, what: str, tmp_path: Path) -> None:
+    path, text, kind = NOT_WRITTEN[what]
     folder = filled(comm, tmp_path)
     with mesh_of(comm, 0) as mesh:
-        with pytest.raises((ValueError, TypeError), match=text) as caught:
+        wanted = text.format(re.escape(str(folder / path)))
+        with pytest.raises(kind, match=f"^rank 0: {wanted}") as caught:
             save(create(CASE.config, mesh), folder / path)
+        assert type(caught.value) is kind
         assert len(set(comm.allgather(str(caught.value)))) == 1
     assert contents(folder) == dict.fromkeys(("file", "full/file"), b"notes")
 

@@ -89,6 +89,7 @@ class Training:
                 "half": torch.tensor(0.5, dtype=torch.bfloat16),
                 "tokens": torch.tensor(2**53 + 1),
                 "exact": weight.detach().double() / 3,
+                "text": "cosine",
                 "own": ["cosine", ["a", {"b": "c"}], {}, [{}], {"0": 1.5}, {"a": [1, None, True]}],
             }
         self.step += steps

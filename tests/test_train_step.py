@@ -1,4 +1,7 @@
-"""Test that ranks that disagree train nothing, and that samples between steps change nothing."""
+"""Test training steps of ranks that disagree, samples between steps, and what a training may be.
+
+A training that cannot be saved, or whose record fits no other, is refused on every rank.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -285,6 +285,7 @@ def write(
     everyone, found = model.grid.everyone, list[Any]()
 
     def call() -> str:
+        model.grid.check_unstaged()
         arguments.check(folder=folder, max_file_bytes=max_file_bytes)
         if max_file_bytes is not None and max_file_bytes < 1:
             raise CheckpointError(
@@ -300,9 +301,9 @@ def write(
     ((target, _, tensors, texts),) = found
     files = _files(".", parts_of(model), max_file_bytes, texts)
     files |= _files(STATE, tensors, max_file_bytes, texts)
-    draft = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    draft = target.parent / f".{target.name:.55}.{uuid.uuid4().hex}"  # at most 254 bytes
     try:
-        on_first(partial(_begin, model.grid.stages.size, target, draft))
+        on_first(partial(_begin, target, draft))
         for file, parts in files.items():
             whole = ((name, _gathered(*part, model).cpu()) for name, part in parts.items())
             on_first(partial(_write, dict(whole), draft / file))
@@ -358,12 +359,8 @@ def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
         raise CheckpointError(f"{target} cannot be written: {error}. {needed}.") from error
 
 
-def _begin(stages: int, target: Path, draft: Path) -> None:
+def _begin(target: Path, draft: Path) -> None:
     """Check that a model can be written to `target`, and make the temporary folder `draft`."""
-    if stages > 1:
-        raise CheckpointError(
-            f"the layers are split over {stages} stages; a model is saved without pp. Leave it out."
-        )
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(
             f"{target} is there already, and is no empty folder. Delete it, or save elsewhere."

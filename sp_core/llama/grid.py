@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.communicator import Communicator
-from sp_core.errors import ShapeError
+from sp_core.errors import CheckpointError, ShapeError
 from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES, hybrid_attention
 
@@ -98,6 +98,14 @@ class Grid:
                 f"the layers are split over {self.stages.size} stages, and one call of the model "
                 "would use one at a time. Use Decoder, or pipeline.loss_and_gradients to train; or "
                 "leave pp out."
+            )
+
+    def check_unstaged(self) -> None:
+        """Raise CheckpointError if the layers are split over stages: files need all layers."""
+        if self.stages.size > 1:
+            raise CheckpointError(
+                f"the layers are split over {self.stages.size} stages; a model is saved without "
+                "pp, and a training is saved and loaded without it. Leave it out."
             )
 
 

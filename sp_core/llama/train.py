@@ -369,12 +369,14 @@ def load_training(
 
     Raises:
         CheckpointError: a folder in which a file is missing, cut short or of another format, or a
-            folder of a different model or training. Values of tensors are not checked.
+            folder of a different model or training; or the layers are split over stages. Values of
+            tensors are not checked.
         CollectiveMismatch: ranks that see different folders. Both on every rank.
     """
     check_model(model)
 
     def read() -> tuple[tuple[Any, ...], str]:
+        model.grid.check_unstaged()
         arguments.check(folder=folder)
         now, path = record_of(model, optimizer, scheduler, generator), Path(folder) / RECORD
         record = read_json(path)

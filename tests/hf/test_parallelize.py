@@ -100,7 +100,8 @@ def micro_batches(
         checkpoint: the options of gradient checkpointing; None turns it off.
         at_once: whether one backward serves all batches.
         replicas: the number of replicas. Each counts the labels of its own batches.
-        each: the number of batches of each replica. A single one is not counted.
+        each: the number of batches of each replica. For a single one, num_items_in_batch is not
+            passed.
     """
     seeds = tuple(range(each * replicas))
     want = on_one_process(kind, True, seeds)
@@ -334,11 +335,10 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     exec(compile(text.replace(old, new), name, "exec"), vars(faulty))
     monkeypatch.setattr(sys.modules[__name__], "integration", faulty)
     with pytest.raises((AssertionError, RankFailure)):
-        check_of_faults()
+        test_the_checks_of_faults_pass_without_a_fault()
 
 
-def check_of_faults() -> None:
-    """Run checks that pass without a fault, as the tests above show."""
+def test_the_checks_of_faults_pass_without_a_fault() -> None:
     micro_batches("mistral", 2)
     micro_batches("llama", 1, replicas=2)
     test_a_gradient_of_one_rank_reaches_all()

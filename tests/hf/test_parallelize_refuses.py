@@ -238,22 +238,25 @@ def test_what_is_wrong_is_refused_on_every_rank(case: Wrong) -> None:
     assert case.text in error
 
 
-def test_only_places_may_differ_between_ranks() -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+def test_only_places_may_differ_between_ranks(packed: bool) -> None:
     """The folder of a model may differ, and how a row lies in memory."""
-    whole, mask = qwen3(), torch.ones(1, 21, dtype=torch.bfloat16)
-    row = {name: x[:1].contiguous() for name, x in inputs().items()}
+    whole = qwen3()
+    row = {name: x[:1].contiguous() for name, x in inputs(packed).items()}
+    if not packed:
+        row["attention_mask"] = torch.ones(1, 21, dtype=torch.bfloat16)
     strided = {name: x.repeat_interleave(2, 1)[:, ::2] for name, x in row.items()}
 
-    def body(comm: Any) -> float:
+    def body(comm: Any) -> tuple[float, float]:
         with sp.Mesh(comm, ring=2) as mesh:
             mine = copy.deepcopy(whole)
             mine.config._name_or_path = f"/node{mesh.rank}/model"
             parallel = parallelize(mine, mesh)
-            given = strided if mesh.rank else row
-            return float(parallel(**given, attention_mask=mask).loss.detach())
+            plain, mixed = (parallel(**x).loss for x in (row, strided if mesh.rank else row))
+            return plain.item(), mixed.item()
 
-    one, other = run_threads(2, body)
-    assert one == other > 0
+    for plain, mixed in run_threads(2, body):
+        assert plain == mixed > 0
 
 
 def test_averaging_by_torch_is_refused(tmp_path: Path) -> None:

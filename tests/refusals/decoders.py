@@ -8,11 +8,11 @@ from typing import Any
 from refusals.calls import Table, Wrong
 from refusals.kinds import lowered, sending
 from refusals.models import CASE
-from refusals.training import FOLDER, HALVES, converted
+from refusals.training import HALVES, converted
 from torch import nn
 
 import sp_core as sp
-from sp_core.llama import Decoder, Llama, generate, prefill_unequal, save
+from sp_core.llama import Decoder, Llama, generate, prefill_unequal
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.llama.train import backward
 from sp_core.scheduling import Assignment, Work, balanced
@@ -285,11 +285,6 @@ ON_ONE_RANK: Table = {
         ),
     },
     "pp": {
-        "a save of two stages": (
-            sp.CheckpointError,
-            "2 stages; a model is saved without pp",
-            lambda mesh, here: save(CASE.model(mesh), FOLDER),
-        ),
         "a model converted under a decoder": (
             sp.DtypeError,
             "rank 1: the model has been converted to torch.float32",

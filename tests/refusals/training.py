@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 import sp_core as sp
 from sp_core.llama import Decoder, Llama, generate, prefill_unequal, save
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
-from sp_core.llama.train import Step, backward, save_training, train_step
+from sp_core.llama.train import Step, backward, load_training, save_training, train_step
 from sp_core.nn.gradients import Placement, place, reduce_gradients
 from sp_core.nn.loss import next_token_loss
 from sp_core.scheduling import Work, balanced
@@ -76,6 +76,10 @@ def planned(model: Llama) -> Tensor:
 
 def stored(model: Llama) -> None:
     save_training(model, FOLDER, optimizer=torch.optim.SGD(model.parameters()), step=1)
+
+
+def restored(model: Llama) -> None:
+    load_training(model, FOLDER, optimizer=torch.optim.SGD(model.parameters()))
 
 
 def stepped(model: Llama, make: Callable[[Any], Any] = torch.optim.SGD) -> Step:
@@ -292,6 +296,18 @@ ON_ONE_RANK: Table = {
             "split over 2 stages",
             lambda mesh, here: stepped(CASE.model(mesh)),
         ),
+        **{
+            f"{what} on stages": (
+                sp.CheckpointError,
+                "2 stages; a model is saved without pp, and a training is saved and loaded without",
+                converted(call, Llama.train),
+            )
+            for what, call in (
+                ("a model saved", CALLS["a save"][0]),
+                ("a training saved", stored),
+                ("a training loaded", restored),
+            )
+        },
     },
     "ring ulysses": {
         "gradients of other rows": (
