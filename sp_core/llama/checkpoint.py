@@ -25,7 +25,7 @@ from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather
 from sp_core.errors import CheckpointError
 from sp_core.llama.config import LlamaConfig, read_json
-from sp_core.llama.grid import Grid
+from sp_core.llama.grid import Grid, check_unstaged
 from sp_core.llama.model import Llama, check_model, checkpoint_name
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement, placement_of
@@ -285,7 +285,7 @@ def write(
     everyone, found = model.grid.everyone, list[Any]()
 
     def call() -> str:
-        model.grid.check_unstaged()
+        check_unstaged(model.grid)
         arguments.check(folder=folder, max_file_bytes=max_file_bytes)
         if max_file_bytes is not None and max_file_bytes < 1:
             raise CheckpointError(

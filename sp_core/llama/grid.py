@@ -100,13 +100,14 @@ class Grid:
                 "leave pp out."
             )
 
-    def check_unstaged(self) -> None:
-        """Raise CheckpointError if the layers are split over stages: files need all layers."""
-        if self.stages.size > 1:
-            raise CheckpointError(
-                f"the layers are split over {self.stages.size} stages; a model is saved without "
-                "pp, and a training is saved and loaded without it. Leave it out."
-            )
+
+def check_unstaged(grid: Grid) -> None:
+    """Raise CheckpointError if the layers are split over stages: files need all layers."""
+    if grid.stages.size > 1:
+        raise CheckpointError(
+            f"the layers are split over {grid.stages.size} stages; a model is saved without pp, "
+            "and a training is saved and loaded without it. Leave it out."
+        )
 
 
 def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttention:

@@ -26,7 +26,7 @@ from sp_core.agreement import make_alike
 from sp_core.errors import CollectiveMismatch, ShapeError
 from sp_core.llama.checkpoint import Beside, parts_of, write
 from sp_core.llama.config import Tokens, check_sequences, flat, read_json
-from sp_core.llama.grid import Grid
+from sp_core.llama.grid import Grid, check_unstaged
 from sp_core.llama.model import Llama, check_model
 from sp_core.llama.record import (
     Scheduler,
@@ -376,7 +376,7 @@ def load_training(
     check_model(model)
 
     def read() -> tuple[tuple[Any, ...], str]:
-        model.grid.check_unstaged()
+        check_unstaged(model.grid)
         arguments.check(folder=folder)
         now, path = record_of(model, optimizer, scheduler, generator), Path(folder) / RECORD
         record = read_json(path)
