@@ -21,6 +21,7 @@ from sp_core.attention import (
     Logits,
     attend,
     attend_backward,
+    block_attention,
     block_attention_backward,
     kernels,
     local_attention,
@@ -221,6 +222,19 @@ def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
         assert torch.equal(merged[1], lse)
     assert merge(*nothing, *nothing)[0].eq(0).all()
     assert merge(out.bfloat16(), lse, *nothing)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("empty", range(3))
+def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int) -> None:
+    """With an empty batch, no queries or no keys the fused kernel would end the process."""
+    b, sq, sk = (0 if i == empty else 2 for i in range(3))
+    q, k = torch.randn(b, 2, sq, 4), torch.randn(b, 2, sk, 4)
+    out, lse = block_attention(q, k, k, logits=Logits(0.3))
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert all(
+        (g == 0).all() for g in block_attention_backward(q, q, k, k, out, lse, logits=Logits(0.3))
+    )
 
 
 def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch(
