@@ -341,7 +341,7 @@ def kill_session(leader: int, run_dir: Path | None = None) -> None:
     """
     killed = set[int]()  # those that live may start others
     while new := (processes_of(leader) | (_marked(run_dir) if run_dir else set())) - killed:
-        for pid in new:
+        for pid in sorted(new):  # parents first: a shell would print that its child was killed
             _signal(pid, signal.SIGKILL)
         killed |= new
     with contextlib.suppress(OSError):
