@@ -1,4 +1,4 @@
-"""Assign many sequences of unequal length to ranks, then compute them so with a LLaMA.
+"""Assign many sequences of unequal length to ranks, then compute them with a LLaMA.
 
 Run it with `sp-core run -n 4 -- python examples/unequal.py`.
 """

@@ -270,7 +270,7 @@ def test_a_signal_waits_until_a_launch_has_begun_or_its_ranks_are_ended(
     made.end.side_effect = interrupted if while_it == "is ended" else None
     begin = interrupted if while_it == "begins" else Mock(return_value=made)
     monkeypatch.setattr(command_module, "Launch", begin)
-    # a shell starts what runs in its background with some of these ignored
+    # a shell ignores SIGINT and SIGQUIT in commands that it runs in the background
     usual: Any = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     with command_module._handled([number], usual), pytest.raises((KeyboardInterrupt, SystemExit)):
         command_module.run(1, ["tool"], timeout=1.0)

@@ -97,8 +97,8 @@ def moving(
 
 
 WEIGHTS = (1.0, 1e16, -1e16, 3.0) if tier() == "threads" else (1.0, 10.0, 100.0, 1000.0)
-"""The factors of the numbers of each rank. Threads add in rank order, which another sum shows: in
-another order these numbers round. MPI may choose its order, so there all sums are exact."""
+"""The factors of the numbers of each rank. Threads must add in rank order: these factors round to
+another sum in any other order. MPI may choose the order, so under MPI every sum is exact."""
 
 
 def reducing(op: str, p: int, rank: int, root: int, n: int, *, inside: bool, given: bool) -> Call:

@@ -225,8 +225,8 @@ def _ask(
 def _tested(base: Any, test: str, requests: Any, status: Any) -> Any:
     """Call a test method of mpi4py, and return its result.
 
-    MPI_Testall of MPICH fails for persistent collectives, which its MPI_Waitall takes. So these are
-    asked apart, and completed when all other requests are.
+    MPI_Testall of MPICH fails for persistent collectives, although its MPI_Waitall takes them. So
+    this reads their state, passes only the other requests to Testall, and completes them last.
     """
     from mpi4py import MPI
 

@@ -90,10 +90,10 @@ def plan(drawn: Values) -> Call:
         "waiting": waiting,
         "padded_to": drawn["padded_to"],
     }
-    return Call(Assignment, given, partial(judge_plan, given, drawn["work"]))
+    return Call(Assignment, given, partial(judge_assignment, given, drawn["work"]))
 
 
-def judge_plan(given: Values, work: Work, made: Assignment) -> None:
+def judge_assignment(given: Values, work: Work, made: Assignment) -> None:
     """Compare loads with sums over each rank's sequences; waiting ones go to the least load."""
     filled = [
         length if given["padded_to"] is None else given["padded_to"] for length in given["lengths"]
