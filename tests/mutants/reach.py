@@ -27,8 +27,9 @@ from studies.commands import ROOT, copied
 KEPT = ROOT / "reports" / "reach"
 SECONDS = 2400.0
 APART = (
-    *("append_history", "ci_scripts", "compare*", "conformance*", "history", "layout", "mutants*"),
-    *("netlab", "peers*", "promote_pr", "reporting*", "slurm", "soak", "workflows"),
+    *("append_history", "ci_scripts", "compare*", "conformance*", "gpu_command", "history"),
+    *("layout", "mutants*", "netlab", "peers*", "promote_pr", "reporting*", "slurm", "soak"),
+    "workflows",
 )
 """Names of test files that are not run: tests of benchmarks, CI, layout and the mutants."""
 OF_KIT = (
