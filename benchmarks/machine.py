@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.worker import Intracomm
-from sp_core.machine import cores, cpu_model
+from sp_core.machine import cores, cpu_model, node_cores
 
 if TYPE_CHECKING:
     import torch
@@ -102,13 +102,29 @@ def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
             },
             "mode": mode,
             "threads": threads,
-            "oversubscribed": world.size * threads > cores(),
+            "oversubscribed": is_crowded(world, threads),
             "shared_gpu": is_gpu and world.size > len(devices),
         },
         "env": environment(),
     }
     said["env"]["fingerprint"] = fingerprint(said["env"], said["device"], said["transport"])
     return said
+
+
+def is_crowded(world: Intracomm, threads: int) -> bool:
+    """Return whether the ranks of a node have more threads together than cores that they may use.
+
+    Ranks may be bound to different cores. Every rank calls this, with its number of threads.
+    """
+    from mpi4py import MPI
+
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(node_cores())
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    told = node.allgather((threads, set(own)))
+    node.Free()
+    usable = min(len(set().union(*(cores for _, cores in told))), node_cores())
+    crowded = sum(threads for threads, _ in told) > usable
+    return bool(world.allreduce(crowded, op=MPI.LOR))
 
 
 def fingerprint(env: dict[str, Any], device: dict[str, Any], transport: dict[str, Any]) -> str:
@@ -132,22 +148,30 @@ def _gpu_readings(device: torch.device) -> dict[str, Any]:
     """Return nvidia-smi's readings of a GPU; an empty dict if it does not answer."""
     from sp_core.transport.cuda import uuid_of
 
-    query = [
-        f"--query-gpu={','.join(ASKED.values())}",
-        "--format=csv,noheader,nounits",
-        "-i",
-        f"GPU-{uuid_of(device)}",  # its index counts only the GPUs that this process may use
-    ]
-    try:
-        program = shutil.which("nvidia-smi") or "nvidia-smi"
-        answer = subprocess.run(
-            [program, *query], capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-        driver, *numbers = (part.strip() for part in answer.splitlines()[0].split(","))
-        known = [float(x) if x.replace(".", "", 1).isdigit() else None for x in numbers]  # "[N/A]"
-        return dict(zip(ASKED, (driver, *known), strict=True))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+    # its index counts only the GPUs that this process may use
+    answer = _nvidia_smi([*ASKED.values()], "-i", f"GPU-{uuid_of(device)}")
+    if not answer:
         return {}
+    driver, *numbers = (part.strip() for part in answer.splitlines()[0].split(","))
+    known = [float(x) if x.replace(".", "", 1).isdigit() else None for x in numbers]  # "[N/A]"
+    return dict(zip(ASKED, (driver, *known), strict=False))
+
+
+def gpus() -> str:
+    """Return names, drivers and power limits of this node's GPUs; "" if nvidia-smi is silent."""
+    return _nvidia_smi(["name", "driver_version", "power.limit"])
+
+
+def _nvidia_smi(wanted: list[str], *options: str) -> str:
+    """Return what nvidia-smi says of each GPU, as lines of CSV; "" if it does not answer."""
+    program = shutil.which("nvidia-smi") or "nvidia-smi"
+    query = [program, f"--query-gpu={','.join(wanted)}", "--format=csv,noheader,nounits", *options]
+    try:
+        return subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def busy_share() -> float:

@@ -345,11 +345,9 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
         assert sum(sent.values()) - sent.get("control", 0) == plain["work"]["bytes_formula"] > 0
         made = fingerprint(*(plain[name] for name in ("env", "device", "transport")))
         assert (one.env and one.env.fingerprint, one.case.id in shown) == (made, True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "bench-p2.pytest-benchmark.json",
-        "bench.jsonl",
-    ]
-    theirs = json.loads((tmp_path / "bench-p2.pytest-benchmark.json").read_text())["benchmarks"]
+    saved = tmp_path / f"bench-{found.records[0].run_id}-p2.pytest-benchmark.json"
+    assert {*tmp_path.iterdir()} == {out, saved}
+    theirs = json.loads(saved.read_text())["benchmarks"]
     medians = {one.case.id: one.seconds for one in found.records}
     assert {entry["param"]: pytest.approx(entry["stats"]["median"]) for entry in theirs} == medians
 

@@ -112,9 +112,36 @@ def test_other_rounds_or_code_or_another_machine_are_not_resumed(
         edited.setattr(contest, "ROOT", tmp_path)
         assert again("3") == 2
     assert "differs in code from what" in capsys.readouterr().err
-    monkeypatch.setattr(contest, "machine", lambda: "another")
+    monkeypatch.setattr(contest, "machine", lambda device: "another")
     assert again("3") == 2
     assert "differs in machine from what" in capsys.readouterr().err
+
+
+def test_measurements_on_two_kinds_of_gpus_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for gpus in ("H100, 550.1, 700.00", "A100, 550.1, 400.00"):
+        monkeypatch.setattr(contest, "gpus", lambda gpus=gpus: gpus)
+        names.append([contest.machine(device) for device in ("cpu", "cuda")])
+    (processor, one), (same, other) = names
+    assert processor == same
+    assert len({processor, one, other}) == 3
+
+
+def test_the_code_that_a_contest_runs_is_compared() -> None:
+    """Contestants of other libraries, the model of a link and the emulated hosts are part of it."""
+    files = {path for pattern in contest.CODE for path in contest.ROOT.glob(pattern)}
+    needed = ("sp_core/mesh.py", "tests/oracle/link.py", "tests/conformance/gloo.py")
+    assert {
+        contest.ROOT / name for name in (*needed, "benchmarks/contests/netlab/agent.sh")
+    } <= files
+
+
+def test_an_earlier_record_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launching, "run", lambda *_: RIGHT)
+    (out := tmp_path / "record.json").write_text("an earlier record")
+    assert growth.growth(["--only", "computed", "--out", str(out)]) == 0
+    assert (tmp_path / "record.old.json").read_text() == "an earlier record"
+    assert contest.read(out)["launches"]
 
 
 @pytest.mark.parametrize("degree", [-1.0, 0.0, 0.5, 1.0, 2.0])

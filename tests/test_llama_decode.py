@@ -45,6 +45,16 @@ def test_each_rank_keeps_its_share_of_the_tokens(comm: Any) -> None:
             assert max(kept) - min(kept) <= 1
 
 
+@spmd(2, 3)
+def test_each_stage_has_a_micro_batch_by_default(comm: Any) -> None:
+    with sp.Mesh(comm, pp=comm.size) as mesh:
+        decoder = Decoder(replace(DEEP, layers=comm.size).model(mesh), [3] * 7)
+        decoder.prefill([[1]] * 7)
+        assert len(decoder.caches) == comm.size
+        sent = mesh["pp"].counters["pipeline"].messages
+        assert sent == comm.size * (comm.rank < comm.size - 1)
+
+
 @spmd(1, 2)
 def test_sequences_are_decoded_as_if_each_was_alone(comm: Any) -> None:
     """They have unequal lengths, and get no, one or several tokens."""

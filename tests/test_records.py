@@ -247,6 +247,22 @@ def test_a_gpu_is_known_by_its_uuid(
             assert session.device().index == numbers[rank]
 
 
+@pytest.mark.parametrize(
+    ("bound", "threads", "crowded"),
+    [([{0}, {1}], 1, False), ([{0}, {0}], 1, True), ([{0, 1}] * 2, 1, False), ([{0, 1}], 3, True)],
+    ids=["a core each", "one core", "two cores", "three threads"],
+)
+def test_a_node_is_oversubscribed_by_the_threads_of_its_ranks_on_the_cores_of_all(
+    bound: list[set[int]], threads: int, crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher may bind each rank to other cores; ranks of other nodes do not count."""
+    monkeypatch.setattr(machine, "node_cores", lambda: 2)
+    node = MagicMock(**{"allgather.return_value": [(threads, cores) for cores in bound]})
+    world = MagicMock(size=8, **{"allreduce.side_effect": lambda mine, op: mine})
+    world.Split_type.return_value = node
+    assert machine.is_crowded(world, threads) is crowded
+
+
 @pytest.mark.parametrize(("gpus", "count"), [("ab", 2), ("bb", 1)])
 def test_a_record_counts_gpus_by_their_uuids_and_has_readings_of_the_one_that_is_used(
     gpus: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -125,6 +125,7 @@ def test_a_restored_tensor_is_new_and_may_learn_after_one_of_inference_mode() ->
     whole.sum().backward()
     assert [shard.grad.tolist() for shard in shards if shard.grad is not None] == [[1.0] * 3] * 2
     assert Sharding.contiguous(6, 1).unshard([x], 0).add_(1).tolist() == (x + 1).tolist()
+    assert Sharding.contiguous(6, 2).restore(x, 0) is x  # its tokens are in order
     assert x.tolist() == [*range(6)]
 
 

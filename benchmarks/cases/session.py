@@ -145,8 +145,8 @@ def measure(values: Any, rank: Rank) -> Record:
     ignored = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider", *ignored]
     if setting.pair is None and rank.world.rank == 0:  # a comparison leaves records only
-        saved = f"{Path(setting.out).with_suffix('')}-p{rank.world.size}.pytest-benchmark.json"
-        options.append(f"--benchmark-json={saved}")
+        saved = f"{Path(setting.out).with_suffix('')}-{setting.run_id}-p{rank.world.size}"
+        options.append(f"--benchmark-json={saved}.pytest-benchmark.json")
     code = pytest.main([*options, __file__], plugins=[Harness(setting, rank)])
     if code:
         raise SystemExit(int(code))

@@ -22,12 +22,17 @@ from benchmarks.launching import (
     writable,
     write_json,
 )
-from benchmarks.machine import busy_share, environment, fingerprint
+from benchmarks.machine import busy_share, environment, fingerprint, gpus
 from benchmarks.reporting import tables
 from benchmarks.statistics import Requirement
 from sp_core.launch.command import find_mpiexec, mpiexec_version
 
 SCHEMA_VERSION = 3
+CODE = (
+    *("sp_core/**/*.py", "benchmarks/**/*.py", "benchmarks/**/*.sh"),
+    *("tests/oracle/**/*.py", "tests/conformance/**/*.py"),
+)
+"""The files whose code a contest may run; --resume continues only with the same ones."""
 MPIS = {"HYDRA": "mpich", "PRRTE": "openmpi", "Open MPI": "openmpi"}
 
 
@@ -103,7 +108,7 @@ class Contest:
                 type=Path,
                 default=REPORTS / self.file,
                 metavar="FILE",
-                help="default: reports/" + self.file,
+                help=f"default: reports/{self.file}; an earlier file is renamed to *.old.json",
             ),
             "--resume": about(action="store_true", help="do the launches that --out does not hold"),
             "--timeout": about(
@@ -134,12 +139,14 @@ class Contest:
             raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
         path = str(options.out)
         out = writable(Path(path.replace("{mpi}", installed()) if "{mpi}" in path else path))
-        code = digest(ROOT, "sp_core/**/*.py", "benchmarks/**/*.py")  # not all need be committed
+        code = digest(ROOT, *CODE)  # not all need be committed
         fresh = {"schema_version": SCHEMA_VERSION, "commit": commit(), "code": code}
-        fresh["machine"] = machine()
+        fresh["machine"] = machine(getattr(options, "device", "cpu"))
         document = {**fresh, **known}
         if options.resume and out.exists():
             document = begun(out, document)
+        elif out.exists():
+            out.replace(out.with_suffix(".old.json"))
         document = {"busy_before": busy_share(), "launches": [], **document}
         return self._run(entries, _finished(document), out)
 
@@ -217,12 +224,16 @@ def read(path: Path) -> Record:
     return found
 
 
-def machine() -> str:
-    """Return a name of this machine, its software and its MPI; the same in every run."""
+def machine(device: str) -> str:
+    """Return a name of this machine, its software and its MPI; the same in every run.
+
+    With a `device` other than "cpu" the GPUs of this node, their driver and their power limits
+    count, too.
+    """
     mpi = ""
     with suppress(FileNotFoundError):
         mpi = mpiexec_version()
-    return fingerprint(environment(), {}, {"mpi": mpi})
+    return fingerprint(environment(), {"name": device != "cpu" and gpus()}, {"mpi": mpi})
 
 
 def begun(path: Path, fresh: Record) -> Record:

@@ -1,6 +1,8 @@
 """List what docstrings of models say under "Communication:", as rows of the ledger."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,13 +166,21 @@ def _(scene: Scene) -> None:
                 train.backward(model, [[1] * TOKENS])
 
 
-@row(ROWS, "tp", "backward")
+@row(ROWS, "tp", "backward", "loss_and_gradients")
 def _(scene: Scene) -> None:
     """Expect two more all-reduces in each layer to recompute, and four more with two chunks."""
-    model, sent = llama.create(CONFIG, scene.mesh), list[Book]()
+    model, x = llama.create(CONFIG, scene.mesh), tokens_of(scene)
+    batches = [pipeline.MicroBatch(x, x, sp.Sharding.contiguous(TOKENS, 1))]
+    check_saving(scene, partial(train.backward, model, [[1] * TOKENS]))
+    check_saving(scene, partial(pipeline.loss_and_gradients, model, batches))
+
+
+def check_saving(scene: Scene, step: Callable[..., Tensor]) -> None:
+    """Compare what a step sends that recomputes, offloads or divides, with what it sends else."""
+    sent = list[Book]()
     for how in ({}, {"recompute": True}, {"offload": True}, {"chunk": TOKENS // 2}, {"chunk": 99}):
         scene.comm.counters.reset()
-        train.backward(model, [[1] * TOKENS], **how)
+        step(**how)
         sent.append({op: n for op, n in scene.now.items() if op != "control" or not scene.checks})
     once, twice, offloaded, chunked, whole = sent
     calls, nbytes = (int(number or 0) for number in once["all_reduce"])
@@ -187,14 +197,14 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "tp", "prefill_unequal")
 def _(scene: Scene) -> None:
-    """Let tensor ranks compute two sequences together, then three that wait."""
+    """Let tensor ranks compute three sequences in two rows, then three that wait."""
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
-    plan = scheduling.Assignment((3, 1, 2, 4, 2), (), ((0, 1),), waiting=(2, 3, 4))
-    runs, length = 1 + 3, 3 + 1 + 2 + 4 + 2
+    plan = scheduling.Assignment((3, 1, 2, 2, 4, 2), (), ((0, 1, 2),), waiting=(3, 4, 5))
+    runs, length = 2 + 3, 3 + 1 + 2 + 2 + 4 + 2
     drawn = 4 * 8 * (scene.size - 1) * (scene.rank == 0)
     sums, logits = (
         (runs * times, times * length * HIDDEN * 4),
-        (1, scene.to_others(5 * VOCAB // scene.size)),
+        (1, scene.to_others(6 * VOCAB // scene.size)),
     )
     sent: Book = {"all_reduce": sums, "all_gather": logits, "broadcast": (4, drawn)}
     more = runs * times + (runs * 2 * LAYERS + 1) * scene.others + 4 + 1
