@@ -116,8 +116,9 @@ class Communicator(NotCopied):
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Start a collective from `send` into `recv`. Return a handle to pass to `wait`."""
         self.ensure_open()
-        self.counters[operation.op].add(bytes_sent=operation.bytes_sent)
-        return self.track(self.transport.start(operation, send, recv))
+        with self.counters[operation.op].timed() as count:
+            count.add(bytes_sent=operation.bytes_sent)
+            return self.track(self.transport.start(operation, send, recv))
 
     def exchange(
         self, sends: Messages, recvs: Messages, name: str = "exchange", *, longest: int = 0
@@ -128,10 +129,11 @@ class Communicator(NotCopied):
         there is any: the bytes of the longest one. Then each rank sends at most one message.
         """
         self.ensure_open()
-        self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
-        if longest and self.window is not None:
-            return self.track(self.window.exchange(sends, recvs, longest))
-        return self.track(self.transport.exchange(sends, recvs))
+        with self.counters[name].timed() as count:
+            count.add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
+            if longest and self.window is not None:
+                return self.track(self.window.exchange(sends, recvs, longest))
+            return self.track(self.transport.exchange(sends, recvs))
 
     def counter(self) -> MpiCounter:
         """Return a counter whose `take` gives 0, 1, 2, ..., each number to one rank only.
@@ -167,17 +169,16 @@ class Communicator(NotCopied):
 
         Meanwhile all other operations that this rank has started make progress.
         """
-        start = time.perf_counter()
-        try:
-            if not handle.test():
-                self.ensure_open()  # after `free` nothing makes progress
-                wait(handle, self.poll, self.look)
-        except RankError:
-            self.ensure_open()  # its error says why a rank was lost
-            raise
+        with self.counters[name].timed():
+            try:
+                if not handle.test():
+                    self.ensure_open()  # after `free` nothing makes progress
+                    wait(handle, self.poll, self.look)
+            except RankError:
+                self.ensure_open()  # its error says why a rank was lost
+                raise
         with self._progress.lock:
             self._pending = [other for other in self._pending if other is not handle]
-        self.counters[name].seconds += time.perf_counter() - start
 
     @eager
     def poll(self) -> None:
@@ -211,14 +212,13 @@ class Communicator(NotCopied):
             wait(self.window.start(((), ()), "fence"), self.poll, self.look)
 
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
-        start, told = time.perf_counter(), tuple[int, ...]()
+        control, told = self.counters["control"], tuple[int, ...]()
         try:
-            told = agreement.agree(self._control, call, value, error, self._progress)
+            with control.timed():
+                told = agreement.agree(self._control, call, value, error, self._progress)
             return told
         finally:
-            control = self.counters["control"]
             control.add(bytes_sent=agreement.bytes_sent(self.size, len(set(told)) == 1))
-            control.seconds += time.perf_counter() - start
 
     @eager
     def agree_on(
@@ -368,7 +368,7 @@ class Reordered(Communicator):
     ) -> None:
         vars(self).update({key: vars(other)[key] for key in vars(other).keys() - {*MADE_LATER}})
         self._describe(order.index(other.rank), other.size, name, nodes)
-        self._control = agreement.Control(other._control.comm)
+        self._control, self._progress = agreement.Control(other._control.comm), other._progress
         self._other, self._order = other, tuple(order)
 
     def __getattr__(self, name: str) -> Any:
@@ -387,8 +387,13 @@ class Reordered(Communicator):
         Calls do this before checks of arguments, which may fail on one rank while others come here.
         """
         super().ensure_open()
+        self._other.ensure_open()
         if not self.is_made:
             self.__getattr__("transport")
+
+    def ask_to_free(self, how: str = "") -> list[agreement.Question]:
+        """Begin to agree as `Communicator` does, unless `other`, which carries it, was freed."""
+        return [] if self._other._freed else super().ask_to_free(how)
 
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         told = super()._agree(call, value, error)

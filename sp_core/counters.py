@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 
@@ -33,6 +36,15 @@ class Count:
         self.messages += messages
         self.bytes_sent += bytes_sent
         self.scratch = max(self.scratch, scratch)
+
+    @contextmanager
+    def timed(self) -> Iterator[Count]:
+        """Add the seconds that a `with` block takes. The block gets this object."""
+        begun = time.perf_counter()
+        try:
+            yield self
+        finally:
+            self.seconds += time.perf_counter() - begun
 
     def __add__(self, other: Count) -> Count:
         return Count(

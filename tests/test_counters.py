@@ -1,6 +1,7 @@
 """Test that the table of counters is exact, and that one more message, call or tensor is found."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks import counters
 from benchmarks.cases import bench_schemes
 from sp_core.testing import run_threads, spmd
 
+SHIFT = partial(sp.shift_start, offset=1, dim=0)
 SOME = 5  # of so many entries one is counted here; `nox -s counters` counts all
 
 
@@ -29,19 +31,23 @@ def test_what_is_counted_is_what_the_table_says(comm: Any) -> None:
     assert counters.differences(found, {name: table[name] for name in found}) == []
 
 
+def late(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `function` 20 ms later."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        time.sleep(0.02)
+        return function(*given, **named)
+
+    return call
+
+
 @pytest.mark.parametrize("form", ["call", "start", "plan"])
 @spmd(1, 2)
 def test_the_seconds_of_a_collective_have_what_it_does_at_its_start(comm: Any, form: str) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
         plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"], algorithm="ring")
         begun = time.perf_counter()
-        real = plan._bound.begin
-
-        def late(**how: Any) -> Any:
-            time.sleep(0.02)
-            return real(**how)
-
-        vars(plan._bound)["begin"] = late
+        vars(plan._bound)["begin"] = late(plan._bound.begin)
         mesh["sp"].counters.reset()
         if form == "plan":
             plan.run()
@@ -49,6 +55,18 @@ def test_the_seconds_of_a_collective_have_what_it_does_at_its_start(comm: Any, f
             mesh["sp"].wait(plan._bound.start(once=form == "call"), "all_reduce")
         seconds = mesh["sp"].counters["all_reduce"].seconds
         assert 0.02 <= seconds <= time.perf_counter() - begun
+
+
+@pytest.mark.parametrize("start", [sp.all_reduce_start, SHIFT], ids=["all_reduce", "shift"])
+@spmd(2)
+def test_what_a_transport_does_at_a_start_is_counted(comm: Any, start: Any) -> None:
+    with sp.Mesh(comm, sp=2) as mesh:
+        transport, begun = mesh["sp"].transport, time.perf_counter()
+        for name in ("start", "exchange"):
+            vars(transport)[name] = late(getattr(transport, name))
+        start(torch.ones(3), comm=mesh["sp"], algorithm="mpi").wait()
+        (count,) = (each for name, each in mesh["sp"].counters.items() if name != "control")
+        assert 0.02 <= count.seconds <= time.perf_counter() - begun
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "window", "mpi"], ids="by {}".format)

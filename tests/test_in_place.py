@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle.attention_check import Results, Shards, check_attention
+from oracle.attention_check import Results, Shards, check_attention, compare
 from oracle.strategies import AttentionProblem
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -50,6 +50,19 @@ def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rooms, "enter", late(Rooms.enter))
     for name in ("attend", "attend_backward"):
         monkeypatch.setattr(problem, name, late(vars(problem)[name]))
+
+
+@pytest.mark.parametrize("name", ["allgather_kv", "ring"])
+@spmd(2)
+def test_attention_learns_after_an_evaluation_in_inference_mode(comm: Any, name: str) -> None:
+    """The shared memory of an evaluation serves later calls, too."""
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
+        scheme = functools.partial(SCHEMES[name], comm=mesh["sp"])
+        with torch.inference_mode():
+            shards.run(scheme)
+            shards.run(scheme)
+        compare(name, shards, shards.results(scheme), mesh["sp"])
 
 
 class NoMessages:

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -264,6 +265,21 @@ def test_lengths_and_nodes_are_those_of_ranks_in_another_order_of_axes(comm: Any
         found = sp.all_gather(torch.full((group.rank,), group.rank), comm=group).tolist()
         assert found == [rank for rank in range(comm.size) for _ in range(rank)]
         sp.fence(comm=mesh["c", "b", "a"])
+
+
+@spmd(4)
+def test_a_product_in_another_order_lives_as_long_as_the_usual_one(comm: Any) -> None:
+    """Whichever thread has asked for it first, a wait of the mesh lets it make progress."""
+    asked = list[Any]()
+    with sp.Mesh(comm, a=2, b=2) as mesh:
+        thread = Thread(target=lambda: asked.append(mesh["b", "a"]))
+        thread.start()
+        thread.join()
+        assert asked[0]._progress is mesh["a", "b"]._progress
+        sp.fence(comm=asked[0])
+        mesh["a", "b"].free()
+        with pytest.raises(sp.RankError, match="has been freed"):
+            sp.fence(comm=asked[0])
 
 
 @spmd(4)

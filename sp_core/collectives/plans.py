@@ -157,9 +157,10 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     Args:
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast" or
             "reduce"; or "all_reduce_", in place.
-        x: the tensor that every run reads. A contiguous tensor is read in place; any other tensor
-            is copied first in every run. If the mesh has a window (memory that the ranks share),
-            other ranks read a tensor of `shared_empty` in place, too.
+        x: the tensor that every run reads. It is read in place if it is contiguous with `dim`
+            first; otherwise, and for an all-to-all, it is copied first in every run. If the mesh
+            has a window (memory that the ranks share), other ranks read a tensor of `shared_empty`
+            in place, too, except in a broadcast.
         comm: the communicator whose ranks run the plan.
         arguments: the other arguments of the function called `op`, also its own `op`, as in
             `plan("all_reduce", x, comm=comm, op="max")`. The algorithm "auto" takes the window for
@@ -167,7 +168,7 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
 
     Returns:
         A `Plan`. If the mesh was made with `check="off"`, its runs do not check that the ranks
-        agree. In host memory a run allocates no tensor, unless the mesh has
+        agree. In host memory over MPI `run` allocates no tensor, unless the mesh has
         `transport="distributed"`.
 
     Communication:
