@@ -3,10 +3,10 @@
     |error| <= C ((u + u_acc growth) scale + s) + n u scale
     growth = longest sum + greatest logit size
 
-C is 20. n is the number of partial results that were rounded before they were merged. u is the unit round-off of the dtype, u_acc that of the dtype in which sums
-are accumulated (float32 for 16 bits). s is the smallest number above 0 of the dtype, because a
-result may underflow to it; s is 0 where scale is 0. scale is the sum of the absolute terms behind
-an element, from the reference.
+C is 20. n is the number of partial results that were rounded before they were merged. u is the unit
+round-off of the dtype, u_acc that of the dtype in which sums are accumulated (float32 for 16 bits).
+s is the smallest number above 0 of the dtype, because a result may underflow to it; s is 0 where
+scale is 0. scale is the sum of the absolute terms behind an element, from the reference.
 
 The size L of a logit is the sum of its absolute products, not its value, because products cancel
 and their roundings do not. Such a logit carries an error of u_acc L into the exponent. A sum of n
