@@ -187,6 +187,7 @@ class Launch:
         self._last = self._begin  # when a rank was last seen alive
         self.deaths = Deaths(run_dir, ranks)
         words = watched(command)
+        self._is_watched = watch.__file__ in words
         if ":" in words:  # mpiexec would take the next word for another program
             words = ["sh", "-c", f"exec {shlex.join(words)}"]
         self.process = subprocess.Popen(
@@ -223,8 +224,9 @@ class Launch:
 
         mpiexec also waits for processes that the ranks have left, if they hold its pipes. If it
         runs ORPHAN_SECONDS after the last rank, return 0 if no rank ended with an error, else 1.
+        A command that is no Python program, such as a shell, may run on after a test session.
         """
-        if len(self.deaths.dead) < self.deaths.ranks:
+        if len(self.deaths.dead) < self.deaths.ranks or not self._is_watched:
             self._last = time.monotonic()
         code, late = self.process.poll(), time.monotonic() > self._last + ORPHAN_SECONDS
         return int(not self.deaths.succeeded()) if code is None and late else code
