@@ -296,6 +296,14 @@ def test_the_words_of_the_command_reach_pytest(
     assert plugins == {"plugins": [jobs.return_value]}
 
 
+def test_the_search_refuses_a_session_of_ranks_in_its_own_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "current", session.Session(control=Mock()))
+    with pytest.raises(pytest.UsageError, match="Leave it out"):
+        Jobs(4, []).pytest_configure()
+
+
 def test_the_search_is_a_program(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "sp_core.testing.shrink_crash", "--help")
     code, text = printed(command, tmp_path, outside(), 60)
