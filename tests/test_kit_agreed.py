@@ -242,9 +242,11 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
         values = {"xmlpath": None, "benchmark_json": None, "color": "given"}
         assert vars(option) == values | {"basetemp": str(tmp_path / "tmp-rank1")}
         sys.stdout.close()
+    (tmp_path / watch.RESULT).touch()  # of an earlier session of this launch
     plugin.pytest_sessionstart()
     assert sys.stdout is usual
     assert (tmp_path / watch.STARTED).exists()
+    assert (tmp_path / watch.RESULT).exists() == bool(rank)
     plugin._watch.enable.assert_called_once_with()
     if has_cache:
         plugin.config.cache.set("key", 1)

@@ -110,6 +110,7 @@ CASES: dict[str, tuple[list[str], str, str, str]] = {
 def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(
     tmp_path: Path, *, is_last_under_way: bool
 ) -> None:
+    results.Ledger(tmp_path, "other.xml").pytest_runtest_logstart("test_of_an_earlier_session")
     ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "one" / "junit.xml"), "a suite")
     last, where = ("the launch",) * 2, "the launch"
     cases = dict(CASES)

@@ -20,6 +20,7 @@ _COUNTS = {"failed": "failures", "error": "errors", "skipped": "skipped"}
 class Ledger:
     """A pytest plugin that appends the results of a session to a file, one JSON object per line.
 
+    Results of an earlier session of the same launch are removed: pytest has written them.
     The first line has the path of the JUnit file (or null) and the name of its test suite. Each
     test has a line when it begins, with an empty outcome, and another line when it ends.
 
@@ -31,6 +32,7 @@ class Ledger:
 
     def __init__(self, directory: Path, xml: str | None, suite: str = "pytest") -> None:
         self._path = directory / FILE
+        self._path.write_text("")
         self._case: dict[str, Any] = {"xml": xml and str(Path(xml).absolute()), "suite": suite}
         self.pytest_runtest_logfinish()
 

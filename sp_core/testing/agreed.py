@@ -93,12 +93,15 @@ class Ranks:
     def pytest_sessionstart(self) -> None:
         """Mark the session as started, and restore the standard output of ranks other than 0.
 
+        The result of an earlier session of this launch says nothing about this one.
         pytest's terminal reporter has taken its own stream by now. Ranks other than 0 also stop
         writing to pytest's cache.
         """
         (self._watch.directory / watch.STARTED).touch()
         self._watch.enable()  # pytest's faulthandler plugin has redirected it
-        if self.rank:
+        if self.rank == 0:
+            (self._watch.directory / watch.RESULT).unlink(missing_ok=True)
+        else:
             sys.stdout = self._stdout
             if (cache := getattr(self.config, "cache", None)) is not None:
                 # ranks may read which tests failed last time, and must read the same
