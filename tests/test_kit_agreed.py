@@ -201,26 +201,31 @@ def test_a_report_fails_on_every_rank_or_on_none(
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("lost", ["", "before", "now"])
+@pytest.mark.parametrize("status", [2, 3])
 def test_a_session_ends_with_the_worst_status_and_all_notes(
-    lost: str, rank: int, tmp_path: Path, kit: Mock, monkeypatch: pytest.MonkeyPatch
+    status: int, lost: str, rank: int, tmp_path: Path, kit: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that are at different points end with an internal error, which rank 0 prints."""
+    """Ranks that are at different points end with an internal error, which rank 0 prints.
+
+    Rank 0 also prints the internal error of another rank.
+    """
     point, printed = "the end of the session", Mock()
     monkeypatch.setattr(sys, "__stderr__", printed)
-    values = (2, {"out": 0.5, "in": 0.1}, {"theirs": None})
+    values = (status, {"out": 0.5, "in": 0.1}, {"theirs": None}, ["an odd error"])
     other: Any = ("a test" if lost == "now" else point, [], values)
     plugin = ranks_of(tmp_path, rank, other)
     plugin._lost = lost == "before"
     plugin._session = Session(tally=Tally(ratios={"out": 0.25, "in": 0.2}), notes={"mine": None})
     session = SimpleNamespace(exitstatus=pytest.ExitCode.TESTS_FAILED)
     assert driven(plugin.pytest_sessionfinish(session), "result") == "result"
-    assert session.exitstatus == (3 if lost else 2)
+    assert session.exitstatus == (3 if lost else status)
     assert plugin._session.tally.ratios == {"out": 0.25 if lost else 0.5, "in": 0.2}
     assert [*plugin._session.notes] == (["mine"] if lost else ["mine", "theirs"])
     told = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert told == ({} if rank else {watch.RESULT: "3" if lost else "2"})
+    assert told == ({} if rank else {watch.RESULT: "3" if lost else str(status)})
     said = "".join(each.args[0] for each in printed.write.mock_calls)
     assert ("different points" in said) == (lost == "now" and rank == 0)
+    assert ("an odd error" in said) == (not lost and rank == 0 and status == 3)
     assert kit.mock_calls == [call.progress()]
 
 

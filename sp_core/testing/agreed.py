@@ -223,13 +223,14 @@ class Ranks:
         """Set this rank's exit status to the worst of all ranks. Every rank waits for all.
 
         This rank also gets all ranks' notes, and for each name the greatest ratio of error to
-        bound.
+        bound. Rank 0 prints the internal errors of other ranks.
         At the end rank 0 writes the exit status to the launcher's file, which tells the launcher
         that the session has ended regularly.
         """
         watch.progress()
         try:
-            mine = int(session.exitstatus), self._session.tally.ratios, self._session.notes
+            told = self._session.tally.ratios, self._session.notes, self._complaints
+            mine = int(session.exitstatus), *told
             everyone = [] if self._lost else self._everyone("the end of the session", mine)
         # raised here, it would keep other plugins from writing their files
         except pytest.exit.Exception as lost:
@@ -239,9 +240,12 @@ class Ranks:
         session.exitstatus = max(
             (status for status, *_ in everyone), default=pytest.ExitCode.INTERNAL_ERROR
         )
-        for _, ratios, notes in everyone:
+        for rank, (status, ratios, notes, complaints) in enumerate(everyone):
             keep_largest(self._session.tally.ratios, ratios)
             self._session.notes |= notes
+            is_odd = status == pytest.ExitCode.INTERNAL_ERROR and complaints != self._complaints
+            if is_odd and self.rank == 0:
+                print(f"rank {rank}:", *complaints, sep="\n", file=sys.__stderr__)
         result = yield
         if self.rank == 0:
             (self._watch.directory / watch.RESULT).write_text(str(int(session.exitstatus)))
