@@ -258,6 +258,21 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
     assert written.call_count == (has_cache and not rank)
 
 
+@pytest.mark.parametrize("disabled", [False, True])
+def test_coverage_that_all_ranks_would_write_to_one_file_is_refused(
+    kit: Mock, tmp_path: Path, *, disabled: bool
+) -> None:
+    kit.start.return_value.directory = tmp_path
+    options = {"cov_source": [True], "no_cov": disabled}
+    kit.config.getoption = lambda name, default=None: options.get(name, default)
+    with (
+        contextlib.nullcontext()
+        if disabled
+        else pytest.raises(pytest.UsageError, match="pytest-cov")
+    ):
+        Ranks(kit.config, Session()).control.comm.Free()
+
+
 @pytest.mark.parametrize("xml", [None, "junit.xml"])
 def test_a_session_watches_this_rank_until_it_ends(
     xml: str | None, kit: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

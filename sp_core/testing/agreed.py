@@ -36,7 +36,7 @@ class Ranks:
 
     Raises:
         pytest.UsageError: on every rank: the launch does not have the number of ranks
-            that `--sp-expect-ranks` gives, or pytest-xdist is in use.
+            that `--sp-expect-ranks` gives, or pytest-xdist or pytest-cov is in use.
     """
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
@@ -59,11 +59,7 @@ class Ranks:
                 f"{self.size}. Start it with mpiexec -n {expected}, the one of the MPI library "
                 "that this Python's mpi4py uses: another one starts single processes."
             )
-        if config.getoption("numprocesses", None):
-            self._usage(
-                "pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same "
-                "tests. Leave -n out."
-            )
+        self._refuse_plugins()
         self._watch = watch.start(self.rank)
         watch.limit_phases()
         config.add_cleanup(watch.stop)
@@ -80,6 +76,21 @@ class Ranks:
     def _usage(self, text: str) -> NoReturn:
         # every rank raises, and only rank 0 prints the text
         raise pytest.UsageError(*([] if self.rank else [text]))
+
+    def _refuse_plugins(self) -> None:
+        """Raise a usage error on every rank if pytest-xdist or pytest-cov is in use."""
+        option = self.config.getoption
+        if option("numprocesses", None):
+            self._usage(
+                "pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same "
+                "tests. Leave -n out."
+            )
+        if option("cov_source", None) and not option("no_cov", False):
+            self._usage(
+                "pytest-cov (--cov) and --with-mpi cannot be combined: all ranks would write one "
+                "file. Leave --cov out, start -- python -m coverage run -p -m pytest --with-mpi, "
+                "then coverage combine."
+            )
 
     def _be_quiet(self) -> None:
         """Stop pytest on this rank from writing to the terminal and to result files."""
