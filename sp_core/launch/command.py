@@ -24,7 +24,7 @@ from pathlib import Path
 from sp_core.launch import results, watch
 from sp_core.launch.deaths import Deaths, kill_session, shared_files
 from sp_core.launch.watch import HOST, IN_FLIGHT, RESULT, RUN_DIR, STARTED, this_host
-from sp_core.machine import home_or, temporary_folder
+from sp_core.machine import home_or, leave_step, temporary_folder
 
 POLL_SECONDS = 0.05
 PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
@@ -383,6 +383,7 @@ def main(
     parser.add_argument("command", nargs=argparse.PARSER, help="after --: what each rank runs")
     given = parser.parse_args(arguments)
     words = given.command[given.command[0] == "--" :]
+    leave_step()
     try:
         return run(given.ranks, words, timeout=given.timeout, mpi_args=given.mpi_args)
     except KeyboardInterrupt:
