@@ -199,6 +199,15 @@ def test_a_report_fails_on_every_rank_or_on_none(
         next(plugin.pytest_runtest_makereport(item, call_of))
 
 
+@pytest.mark.parametrize(("method", "is_taken"), [("signal", True), ("thread", None)])
+def test_the_alarm_stays_the_kits_if_pytest_timeout_would_set_it(
+    method: str, is_taken: bool | None, tmp_path: Path
+) -> None:
+    """pytest-timeout sets no timer if another plugin's hook has returned a value."""
+    settings = SimpleNamespace(method=method)
+    assert ranks_of(tmp_path, 0).pytest_timeout_set_timer(settings) is is_taken
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("lost", ["", "before", "now"])
 @pytest.mark.parametrize("status", [2, 3])

@@ -187,6 +187,14 @@ class Ranks:
                 vars(report).pop("wasxfail", None)
         return report
 
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self, settings: Any) -> bool | None:
+        """Keep pytest-timeout from taking SIGALRM and its timer, which `watch` needs.
+
+        Return None, which lets it set a timer, if its method is "thread".
+        """
+        return settings.method == "signal" or None
+
     def _everyone(self, point: str, mine: Any) -> list[Any]:
         """Return the values `mine` of all ranks, in rank order. Every rank calls this and waits.
 
