@@ -47,6 +47,7 @@ ENVIRONMENT = {
     # allow more ranks than cores, fill the slots of all nodes first, bind no rank to a core, let a
     # rank that waits yield its core
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "true",  # for Open MPI 4
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "true",
     "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps for a second in MPI_Init
