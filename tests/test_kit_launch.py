@@ -208,7 +208,7 @@ def test_an_error_too_near_its_bound_in_a_worker_of_xdist_fails_the_session(
 @pytest.mark.every_mpi
 def test_a_single_process_may_be_a_launch_that_selects_what_has_ranks() -> None:
     options = ("--only-mpi", "-v", "--sp-expect-ranks", "1")
-    code, text = run(*PYTEST, *options, "case_small.py", SP_PROFILE="explore")
+    code, text = run(*PYTEST, *options, "case_small.py", SP_PROFILE="explore", SP_EXAMPLES="")
     assert code == 0, text
     said = ("mpi: 1 tests, 1 examples (+ 1 raw)", "test_ranks PASSED", "test_ordinary SKIPPED")
     assert [words for words in said if words not in text] == []

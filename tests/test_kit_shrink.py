@@ -108,10 +108,13 @@ CASES: dict[str, tuple[list[str], str, str, str]] = {
 
 @pytest.mark.parametrize("is_last_under_way", [True, False])
 def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(
-    tmp_path: Path, *, is_last_under_way: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_last_under_way: bool
 ) -> None:
+    """The file's path may have `~` and variables, as in pytest."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ONE", "one")
     results.Ledger(tmp_path, "other.xml").pytest_runtest_logstart("test_of_an_earlier_session")
-    ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "one" / "junit.xml"), "a suite")
+    ledger = results.Ledger(tmp_path, "~/new/$ONE/junit.xml", "a suite")
     last, where = ("the launch",) * 2, "the launch"
     cases = dict(CASES)
     if is_last_under_way:
