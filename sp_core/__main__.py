@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from sp_core import __version__
 from sp_core.launch import command
+from sp_core.machine import leave_step
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
 
     parser = make_parser()
     options = parser.parse_args(given)
+    leave_step()
     try:
         if options.command == "doctor":
             return doctor.main(options.device, measure=options.measure)

@@ -222,8 +222,8 @@ def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | N
     Any other error aborts all ranks if there are several.
     """
     if comm is None:
-        # Open MPI does not start without HOME
-        os.environ.setdefault("HOME", home_or(tempfile.gettempdir()))
+        if "HOME" not in os.environ:  # Open MPI does not start without it
+            os.environ["HOME"] = home_or(tempfile.gettempdir())
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:

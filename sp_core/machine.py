@@ -126,14 +126,30 @@ def _text(path: Path) -> str:
 JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 JOB_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """For each launcher its number of ranks; mpiexec may run inside a step of srun, so it is first."""
+MPIEXEC_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+"""Variables that mpiexec of Open MPI and of MPICH sets for a rank, and that Slurm does not set."""
 
 
 def in_job() -> bool:
     """Return whether mpiexec or srun has started this process as a rank, by its variables.
 
-    A step of srun with one task is no job: it may be a shell, in which mpiexec is called.
+    A step of srun with one task is no job: it may be a shell, in which mpiexec is called. There
+    Slurm sets PMI_RANK or PMIX_RANK if its MpiDefault is pmi2 or pmix.
     """
-    return any(name in os.environ for name in JOB_VARIABLES) or _srun_tasks() > 1
+    is_lone = "SLURM_STEP_NUM_TASKS" in os.environ and _srun_tasks() == started_tasks() == 1
+    names = MPIEXEC_VARIABLES if is_lone else JOB_VARIABLES
+    return any(name in os.environ for name in names) or _srun_tasks() > 1
+
+
+def leave_step() -> None:
+    """Remove the variables by which Slurm makes a lone process look like a rank to MPI.
+
+    With them MPICH starts neither here nor in the ranks of an mpiexec. In a job nothing is removed.
+    """
+    if "SLURM_STEP_NUM_TASKS" in os.environ and not in_job():
+        for name in [*os.environ]:
+            if re.match(r"PMI_|PMIX_(?!MCA_)", name):  # PMIX_MCA_ begins settings of the user
+                del os.environ[name]
 
 
 def started_tasks() -> int:

@@ -60,6 +60,16 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
             id="one rank",
         ),
         pytest.param(
+            DOCTOR,
+            {f"SLURM_STEP_{name}": "1" for name in ("ID", "NUM_TASKS")}
+            | {"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "9", "PMIX_NAMESPACE": "slurm.pmix.7.0"},
+            0,
+            {**HERE, "mpiexec": "note"},
+            {"over 1 rank(s) came out right": 3, "nothing is broken": 1},
+            marks=pytest.mark.every_mpi,
+            id="a shell of Slurm",
+        ),
+        pytest.param(
             TWO_RANKS,
             {"SP_NODES": "4,9"},
             0,

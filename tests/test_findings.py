@@ -38,7 +38,10 @@ aware = partial(doctor._cuda_aware, "libmpi.so")
 LONE = {"_mpi_problem": lambda: None, "in_job": lambda: False, "cores": lambda: 2}
 TWO = "ranks: 2\nranks: 2\n"
 SLOTS = "There are not enough slots available in the system"
-ROOM = "export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe"
+ROOM = (
+    "export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe "
+    "OMPI_MCA_rmaps_base_oversubscribe=true"
+)
 HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 GPU, NO_GPU = ({"torch.cuda.is_available": lambda there=there: there} for there in (True, False))
 NAMED = {"torch.cuda.device_count": lambda: 2, "torch.cuda.get_device_name": "ABC".__getitem__}

@@ -244,8 +244,11 @@ def test_a_command_runs_here_in_a_job_or_if_one_rank_is_enough(
     started: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its mesh has the axes along which there are several ranks."""
+    """Its mesh has the axes along which there are several ranks. It needs no temporary folder."""
     made, called = Mock(return_value=nullcontext("mesh")), Mock()
+    monkeypatch.setenv("HOME", "/home")
+    if made_with:
+        monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=NO_ROOM))
     monkeypatch.setattr(inference, "Mesh", made)
     for part in ("_generate", "_logits"):
         monkeypatch.setattr(inference, part, getattr(called, part))

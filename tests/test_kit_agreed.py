@@ -199,28 +199,42 @@ def test_a_report_fails_on_every_rank_or_on_none(
         next(plugin.pytest_runtest_makereport(item, call_of))
 
 
+@pytest.mark.parametrize(("method", "is_taken"), [("signal", True), ("thread", None)])
+def test_the_alarm_stays_the_kits_if_pytest_timeout_would_set_it(
+    method: str, is_taken: bool | None, tmp_path: Path
+) -> None:
+    """pytest-timeout sets no timer if another plugin's hook has returned a value."""
+    settings = SimpleNamespace(method=method)
+    assert ranks_of(tmp_path, 0).pytest_timeout_set_timer(settings) is is_taken
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("lost", ["", "before", "now"])
+@pytest.mark.parametrize("status", [2, 3])
 def test_a_session_ends_with_the_worst_status_and_all_notes(
-    lost: str, rank: int, tmp_path: Path, kit: Mock, monkeypatch: pytest.MonkeyPatch
+    status: int, lost: str, rank: int, tmp_path: Path, kit: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that are at different points end with an internal error, which rank 0 prints."""
+    """Ranks that are at different points end with an internal error, which rank 0 prints.
+
+    Rank 0 also prints the internal error of another rank.
+    """
     point, printed = "the end of the session", Mock()
     monkeypatch.setattr(sys, "__stderr__", printed)
-    values = (2, {"out": 0.5, "in": 0.1}, {"theirs": None})
+    values = (status, {"out": 0.5, "in": 0.1}, {"theirs": None}, ["an odd error"])
     other: Any = ("a test" if lost == "now" else point, [], values)
     plugin = ranks_of(tmp_path, rank, other)
     plugin._lost = lost == "before"
     plugin._session = Session(tally=Tally(ratios={"out": 0.25, "in": 0.2}), notes={"mine": None})
     session = SimpleNamespace(exitstatus=pytest.ExitCode.TESTS_FAILED)
     assert driven(plugin.pytest_sessionfinish(session), "result") == "result"
-    assert session.exitstatus == (3 if lost else 2)
+    assert session.exitstatus == (3 if lost else status)
     assert plugin._session.tally.ratios == {"out": 0.25 if lost else 0.5, "in": 0.2}
     assert [*plugin._session.notes] == (["mine"] if lost else ["mine", "theirs"])
     told = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert told == ({} if rank else {watch.RESULT: "3" if lost else "2"})
+    assert told == ({} if rank else {watch.RESULT: "3" if lost else str(status)})
     said = "".join(each.args[0] for each in printed.write.mock_calls)
     assert ("different points" in said) == (lost == "now" and rank == 0)
+    assert ("an odd error" in said) == (not lost and rank == 0 and status == 3)
     assert kit.mock_calls == [call.progress()]
 
 
@@ -242,13 +256,30 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
         values = {"xmlpath": None, "benchmark_json": None, "color": "given"}
         assert vars(option) == values | {"basetemp": str(tmp_path / "tmp-rank1")}
         sys.stdout.close()
+    (tmp_path / watch.RESULT).touch()  # of an earlier session of this launch
     plugin.pytest_sessionstart()
     assert sys.stdout is usual
     assert (tmp_path / watch.STARTED).exists()
+    assert (tmp_path / watch.RESULT).exists() == bool(rank)
     plugin._watch.enable.assert_called_once_with()
     if has_cache:
         plugin.config.cache.set("key", 1)
     assert written.call_count == (has_cache and not rank)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_coverage_that_all_ranks_would_write_to_one_file_is_refused(
+    kit: Mock, tmp_path: Path, *, disabled: bool
+) -> None:
+    kit.start.return_value.directory = tmp_path
+    options = {"cov_source": [True], "no_cov": disabled}
+    kit.config.getoption = lambda name, default=None: options.get(name, default)
+    with (
+        contextlib.nullcontext()
+        if disabled
+        else pytest.raises(pytest.UsageError, match="pytest-cov")
+    ):
+        Ranks(kit.config, Session()).control.comm.Free()
 
 
 @pytest.mark.parametrize("xml", [None, "junit.xml"])

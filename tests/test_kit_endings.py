@@ -33,15 +33,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def launch(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a launch of three ranks, of which mpiexec is simulated and no process is there."""
+def launch(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Any:
+    """Return a launch of three ranks, of which mpiexec is simulated and no process is there.
+
+    The parameter is the command, by default "tool -n".
+    """
     process = Mock(pid=os.getpid())
     process.poll.return_value = None
     monkeypatch.setattr(subprocess, "Popen", Mock(return_value=process))
     monkeypatch.setattr(command_module, "Deaths", Mock)
     monkeypatch.setattr(command_module, "find_mpiexec", lambda: "mpiexec")
     monkeypatch.setattr(command_module, "environment", lambda folder: {"folder": str(folder)})
-    made = Launch(3, ["tool", "-n"], ["--map-by", "core"], tmp_path, 50.0, 7)
+    command = getattr(request, "param", "tool -n").split()
+    made = Launch(3, command, ["--map-by", "core"], tmp_path, 50.0, 7)
     made.deaths = Mock(ranks=3, dead={})
     made.deaths.failed.return_value, made.deaths.first.return_value = False, None
     return made
@@ -107,14 +113,16 @@ def test_a_launch_is_ended_for_these_reasons(
 
 
 @pytest.mark.parametrize(
-    ("dead", "succeeded", "after", "code", "expected"),
+    ("launch", "dead", "succeeded", "after", "code", "expected"),
     [
-        (3, True, 4.0, None, None),
-        (3, True, 4.5, None, 0),
-        (3, False, 4.5, None, 1),
-        (2, True, 4.5, None, None),
-        (3, True, 4.5, 5, 5),
+        ("python x.py", 3, True, 4.0, None, None),
+        ("python x.py", 3, True, 4.5, None, 0),
+        ("python x.py", 3, False, 4.5, None, 1),
+        ("python x.py", 2, True, 4.5, None, None),
+        ("python x.py", 3, True, 4.5, 5, 5),
+        ("tool", 3, True, 4.5, None, None),
     ],
+    indirect=["launch"],
 )
 def test_mpiexec_may_run_a_moment_longer_than_its_ranks(
     dead: int,
@@ -126,6 +134,7 @@ def test_mpiexec_may_run_a_moment_longer_than_its_ranks(
     *,
     succeeded: bool,
 ) -> None:
+    """A tool may run on after the Python processes that it started as ranks."""
     clock.now += 1.0
     assert launch.ended() is None
     launch.deaths.dead.update(dict.fromkeys(range(dead), "a cause"))

@@ -173,7 +173,7 @@ def test_the_session_has_the_ranks_of_its_launch_else_those_of_its_attempts() ->
 
 
 EXAMPLES = {"pr": 60, "quick": 25, "brief": 6, "soak": 3}
-EXAMPLES["explore"] = int(os.environ.get("SP_EXAMPLES", "5000"))
+EXAMPLES["explore"] = int(os.environ.get("SP_EXAMPLES") or 5000)
 """Numbers of examples by profile, as the module tells them."""
 
 

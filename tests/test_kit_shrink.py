@@ -108,9 +108,13 @@ CASES: dict[str, tuple[list[str], str, str, str]] = {
 
 @pytest.mark.parametrize("is_last_under_way", [True, False])
 def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(
-    tmp_path: Path, *, is_last_under_way: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_last_under_way: bool
 ) -> None:
-    ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "one" / "junit.xml"), "a suite")
+    """The file's path may have `~` and variables, as in pytest."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ONE", "one")
+    results.Ledger(tmp_path, "other.xml").pytest_runtest_logstart("test_of_an_earlier_session")
+    ledger = results.Ledger(tmp_path, "~/new/$ONE/junit.xml", "a suite")
     last, where = ("the launch",) * 2, "the launch"
     cases = dict(CASES)
     if is_last_under_way:
@@ -294,6 +298,14 @@ def test_the_words_of_the_command_reach_pytest(
     (words,), plugins = main.call_args
     assert words[2:] == ["-k", "y", "test_x.py"]
     assert plugins == {"plugins": [jobs.return_value]}
+
+
+def test_the_search_refuses_a_session_of_ranks_in_its_own_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "current", session.Session(control=Mock()))
+    with pytest.raises(pytest.UsageError, match="Leave it out"):
+        Jobs(4, []).pytest_configure()
 
 
 def test_the_search_is_a_program(tmp_path: Path) -> None:

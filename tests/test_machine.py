@@ -115,6 +115,10 @@ def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.M
     assert machine.node_number() == 193650345241001  # computed with b2sum
 
 
+LONE = {"SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_NAMESPACE": "s.0"}
+"""Slurm sets these for a step of one task; PMI_* or PMIX_* if MpiDefault is pmi2 or pmix."""
+
+
 @pytest.mark.parametrize(
     ("variables", "job", "tasks", "local"),
     [
@@ -129,6 +133,10 @@ def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.M
         ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "2"}, True, 2, 7),
         ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": ""}, True, 4, 7),
         ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "4"}, False, 4, 7),
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "4", "PMI_RANK": "0"}, True, 4, 7),
+        (LONE, False, 1, 7),
+        (LONE | {"MPI_LOCALRANKID": "0"}, True, 1, 0),
+        (LONE | {"OMPI_COMM_WORLD_RANK": "0"}, True, 1, 7),
     ],
 )
 def test_a_launcher_says_whether_this_is_a_job_its_ranks_and_the_rank_on_the_node(

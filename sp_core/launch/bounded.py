@@ -59,7 +59,8 @@ LAUNCH_PROBLEMS = {
     ),
     "not enough slots": (
         "Open MPI refuses more ranks than cores",
-        "export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe",
+        "export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe "
+        "OMPI_MCA_rmaps_base_oversubscribe=true",
     ),
     "step creation temporarily disabled": (
         "it starts ranks by srun, which waits for cores that another step of this job holds",

@@ -24,7 +24,7 @@ from pathlib import Path
 from sp_core.launch import results, watch
 from sp_core.launch.deaths import Deaths, kill_session, shared_files
 from sp_core.launch.watch import HOST, IN_FLIGHT, RESULT, RUN_DIR, STARTED, this_host
-from sp_core.machine import home_or, temporary_folder
+from sp_core.machine import home_or, leave_step, temporary_folder
 
 POLL_SECONDS = 0.05
 PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
@@ -47,6 +47,7 @@ ENVIRONMENT = {
     # allow more ranks than cores, fill the slots of all nodes first, bind no rank to a core, let a
     # rank that waits yield its core
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "true",  # for Open MPI 4
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "true",
     "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps for a second in MPI_Init
@@ -187,6 +188,7 @@ class Launch:
         self._last = self._begin  # when a rank was last seen alive
         self.deaths = Deaths(run_dir, ranks)
         words = watched(command)
+        self._is_watched = watch.__file__ in words
         if ":" in words:  # mpiexec would take the next word for another program
             words = ["sh", "-c", f"exec {shlex.join(words)}"]
         self.process = subprocess.Popen(
@@ -223,8 +225,9 @@ class Launch:
 
         mpiexec also waits for processes that the ranks have left, if they hold its pipes. If it
         runs ORPHAN_SECONDS after the last rank, return 0 if no rank ended with an error, else 1.
+        A command that is no Python program, such as a shell, may run on after a test session.
         """
-        if len(self.deaths.dead) < self.deaths.ranks:
+        if len(self.deaths.dead) < self.deaths.ranks or not self._is_watched:
             self._last = time.monotonic()
         code, late = self.process.poll(), time.monotonic() > self._last + ORPHAN_SECONDS
         return int(not self.deaths.succeeded()) if code is None and late else code
@@ -381,6 +384,7 @@ def main(
     parser.add_argument("command", nargs=argparse.PARSER, help="after --: what each rank runs")
     given = parser.parse_args(arguments)
     words = given.command[given.command[0] == "--" :]
+    leave_step()
     try:
         return run(given.ranks, words, timeout=given.timeout, mpi_args=given.mpi_args)
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ library is imported.
 """
 
 import json
+import os
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
@@ -20,18 +21,22 @@ _COUNTS = {"failed": "failures", "error": "errors", "skipped": "skipped"}
 class Ledger:
     """A pytest plugin that appends the results of a session to a file, one JSON object per line.
 
+    Results of an earlier session of the same launch are removed: pytest has written them.
     The first line has the path of the JUnit file (or null) and the name of its test suite. Each
     test has a line when it begins, with an empty outcome, and another line when it ends.
 
     Args:
         directory: the launch's directory, in which the file is made.
-        xml: path at which pytest was told to write a JUnit file; None or "" if it was not.
+        xml: path at which pytest was told to write a JUnit file; None or "" if it was not. As in
+            pytest, `~` and variables of the environment are expanded.
         suite: name of the test suite in the JUnit file.
     """
 
     def __init__(self, directory: Path, xml: str | None, suite: str = "pytest") -> None:
         self._path = directory / FILE
-        self._case: dict[str, Any] = {"xml": xml and str(Path(xml).absolute()), "suite": suite}
+        self._path.write_text("")
+        path = xml and os.path.expanduser(os.path.expandvars(xml))  # noqa: PTH111  # never raises
+        self._case: dict[str, Any] = {"xml": path and str(Path(path).absolute()), "suite": suite}
         self.pytest_runtest_logfinish()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:

@@ -36,7 +36,7 @@ class Ranks:
 
     Raises:
         pytest.UsageError: on every rank: the launch does not have the number of ranks
-            that `--sp-expect-ranks` gives, or pytest-xdist is in use.
+            that `--sp-expect-ranks` gives, or pytest-xdist or pytest-cov is in use.
     """
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
@@ -59,11 +59,7 @@ class Ranks:
                 f"{self.size}. Start it with mpiexec -n {expected}, the one of the MPI library "
                 "that this Python's mpi4py uses: another one starts single processes."
             )
-        if config.getoption("numprocesses", None):
-            self._usage(
-                "pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same "
-                "tests. Leave -n out."
-            )
+        self._refuse_plugins()
         self._watch = watch.start(self.rank)
         watch.limit_phases()
         config.add_cleanup(watch.stop)
@@ -81,6 +77,21 @@ class Ranks:
         # every rank raises, and only rank 0 prints the text
         raise pytest.UsageError(*([] if self.rank else [text]))
 
+    def _refuse_plugins(self) -> None:
+        """Raise a usage error on every rank if pytest-xdist or pytest-cov is in use."""
+        option = self.config.getoption
+        if option("numprocesses", None):
+            self._usage(
+                "pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same "
+                "tests. Leave -n out."
+            )
+        if option("cov_source", None) and not option("no_cov", False):
+            self._usage(
+                "pytest-cov (--cov) and --with-mpi cannot be combined: all ranks would write one "
+                "file. Leave --cov out, start -- python -m coverage run -p -m pytest --with-mpi, "
+                "then coverage combine."
+            )
+
     def _be_quiet(self) -> None:
         """Stop pytest on this rank from writing to the terminal and to result files."""
         option = self.config.option
@@ -93,12 +104,15 @@ class Ranks:
     def pytest_sessionstart(self) -> None:
         """Mark the session as started, and restore the standard output of ranks other than 0.
 
+        The result of an earlier session of this launch says nothing about this one.
         pytest's terminal reporter has taken its own stream by now. Ranks other than 0 also stop
         writing to pytest's cache.
         """
         (self._watch.directory / watch.STARTED).touch()
         self._watch.enable()  # pytest's faulthandler plugin has redirected it
-        if self.rank:
+        if self.rank == 0:
+            (self._watch.directory / watch.RESULT).unlink(missing_ok=True)
+        else:
             sys.stdout = self._stdout
             if (cache := getattr(self.config, "cache", None)) is not None:
                 # ranks may read which tests failed last time, and must read the same
@@ -173,6 +187,14 @@ class Ranks:
                 vars(report).pop("wasxfail", None)
         return report
 
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self, settings: Any) -> bool | None:
+        """Keep pytest-timeout from taking SIGALRM and its timer, which `watch` needs.
+
+        Return None, which lets it set a timer, if its method is "thread".
+        """
+        return settings.method == "signal" or None
+
     def _everyone(self, point: str, mine: Any) -> list[Any]:
         """Return the values `mine` of all ranks, in rank order. Every rank calls this and waits.
 
@@ -220,13 +242,14 @@ class Ranks:
         """Set this rank's exit status to the worst of all ranks. Every rank waits for all.
 
         This rank also gets all ranks' notes, and for each name the greatest ratio of error to
-        bound.
+        bound. Rank 0 prints the internal errors of other ranks.
         At the end rank 0 writes the exit status to the launcher's file, which tells the launcher
         that the session has ended regularly.
         """
         watch.progress()
         try:
-            mine = int(session.exitstatus), self._session.tally.ratios, self._session.notes
+            told = self._session.tally.ratios, self._session.notes, self._complaints
+            mine = int(session.exitstatus), *told
             everyone = [] if self._lost else self._everyone("the end of the session", mine)
         # raised here, it would keep other plugins from writing their files
         except pytest.exit.Exception as lost:
@@ -236,9 +259,12 @@ class Ranks:
         session.exitstatus = max(
             (status for status, *_ in everyone), default=pytest.ExitCode.INTERNAL_ERROR
         )
-        for _, ratios, notes in everyone:
+        for rank, (status, ratios, notes, complaints) in enumerate(everyone):
             keep_largest(self._session.tally.ratios, ratios)
             self._session.notes |= notes
+            is_odd = status == pytest.ExitCode.INTERNAL_ERROR and complaints != self._complaints
+            if is_odd and self.rank == 0:
+                print(f"rank {rank}:", *complaints, sep="\n", file=sys.__stderr__)
         result = yield
         if self.rank == 0:
             (self._watch.directory / watch.RESULT).write_text(str(int(session.exitstatus)))

@@ -33,6 +33,8 @@ class LockstepComm(Observer, ABC):
     If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
     left the example by an error, the other ranks raise `PeerFailed`.
 
+    A collective with a request, other than `Iallgather`, also waits until all ranks have called it.
+
     Args:
         lockstep: this rank's side of the check.
         family: this rank's communicators in the example, which this one joins. The example ends on

@@ -33,7 +33,7 @@ _OWN: dict[str, dict[str, Any]] = {
     # brief and soak also reduce a number that a test itself names
     "brief": {"derandomize": True, "max_examples": 6, "database": None},
     "soak": {"derandomize": False, "max_examples": 3, "database": None},
-    "explore": {"derandomize": False, "max_examples": int(os.environ.get("SP_EXAMPLES", "5000"))},
+    "explore": {"derandomize": False, "max_examples": int(os.environ.get("SP_EXAMPLES") or 5000)},
 }
 _TAKEN_FROM_TEST = (
     "max_examples",

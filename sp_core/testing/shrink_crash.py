@@ -156,7 +156,16 @@ class Jobs:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
-        """Make the session of `sp_core.testing` run examples with `attempt`."""
+        """Make the session of `sp_core.testing` run examples with `attempt`.
+
+        Raises:
+            pytest.UsageError: `--with-mpi` makes this process a rank, which would start no launch.
+        """
+        if session.current.control is not None:
+            raise pytest.UsageError(
+                "--with-mpi or --only-mpi was given. Leave it out: only the launches use MPI, and "
+                "they get --with-mpi. If addopts has it, write -- -o addopts= at the end."
+            )
         session.current.ranks, session.current.attempt = self.ranks, self.attempt
 
     @pytest.hookimpl(trylast=True)
