@@ -129,10 +129,10 @@ def test_measurements_on_two_kinds_of_gpus_are_not_joined(monkeypatch: pytest.Mo
 
 def test_the_code_that_a_contest_runs_is_compared() -> None:
     """Contestants of other libraries, the model of a link and the emulated hosts are part of it."""
-    files = {path for pattern in contest.CODE for path in contest.ROOT.glob(pattern)}
+    files = {path for pattern in contest.CODE for path in launching.ROOT.glob(pattern)}
     needed = ("sp_core/mesh.py", "tests/oracle/link.py", "tests/conformance/gloo.py")
     assert {
-        contest.ROOT / name for name in (*needed, "benchmarks/contests/netlab/agent.sh")
+        launching.ROOT / name for name in (*needed, "benchmarks/contests/netlab/agent.sh")
     } <= files
 
 

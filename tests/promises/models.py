@@ -175,7 +175,7 @@ def _(scene: Scene) -> None:
     check_saving(scene, partial(pipeline.loss_and_gradients, model, batches))
 
 
-def check_saving(scene: Scene, step: Callable[..., Tensor]) -> None:
+def check_saving(scene: Scene, step: Callable[..., object]) -> None:
     """Compare what a step sends that recomputes, offloads or divides, with what it sends else."""
     sent = list[Book]()
     for how in ({}, {"recompute": True}, {"offload": True}, {"chunk": TOKENS // 2}, {"chunk": 99}):
