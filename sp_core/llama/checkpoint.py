@@ -257,8 +257,8 @@ def save(
         model: a model on any mesh without the axis "pp".
         folder: a path that does not exist yet, or an empty folder other than the working directory.
         tokenizer: what rank 0 writes to `tokenizer.json`, such as `byte_tokenizer()`.
-        max_file_bytes: the largest number of bytes of weights in one file; None writes a single
-            file. A larger tensor gets a file of its own.
+        max_file_bytes: the largest number of bytes of weights in one file, all of which rank 0
+            holds in host memory; None writes a single file. A larger tensor gets its own file.
 
     Communication:
         Over the tensor ranks, one all-gather of each weight. Over all ranks, three agreements
@@ -305,8 +305,8 @@ def write(
     try:
         on_first(partial(_begin, target, draft))
         for file, parts in files.items():
-            whole = ((name, _gathered(*part, model).cpu()) for name, part in parts.items())
-            on_first(partial(_write, dict(whole), draft / file))
+            whole = {name: _gathered(*part, model) for name, part in parts.items()}
+            on_first(partial(_write, whole, draft / file))
         on_first(partial(_end, model, texts, draft, target))
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has been renamed
@@ -318,12 +318,11 @@ def parts_of(model: Llama) -> Parts:
 
 
 @torch.no_grad()
-def _gathered(part: Tensor, placement: Placement, model: Llama) -> Tensor:
-    """Gather the parts of a tensor, and return the whole tensor on every tensor rank."""
+def _gathered(part: Tensor, placement: Placement, model: Llama) -> Any:
+    """Gather the parts of a tensor. Return it whole in host memory on rank 0, None elsewhere."""
     sizes = [sum(map(len, held)) for held in placement.held]
-    return placement.join(
-        all_gather(part.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes)
-    )
+    parts = all_gather(part.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes)
+    return None if model.grid.everyone.rank else placement.join(parts).cpu()
 
 
 def _files(
