@@ -255,7 +255,8 @@ def save(
 
     Args:
         model: a model on any mesh without the axis "pp".
-        folder: a path that does not exist yet, or an empty folder other than the working directory.
+        folder: a path that does not exist yet, or an empty folder that is neither the working
+            directory nor a mount point.
         tokenizer: what rank 0 writes to `tokenizer.json`, such as `byte_tokenizer()`.
         max_file_bytes: the largest number of bytes of weights in one file, all of which rank 0
             holds in host memory; None writes a single file. A larger tensor gets its own file.
@@ -364,9 +365,10 @@ def _begin(target: Path, draft: Path) -> None:
         raise CheckpointError(
             f"{target} is there already, and is no empty folder. Delete it, or save elsewhere."
         )
-    if target == Path.cwd():
+    if target == Path.cwd() or target.is_mount():
         raise CheckpointError(
-            f"{target} is the working directory, and would be replaced. Save under a name in it."
+            f"{target} is the working directory or a mount point, and would be replaced. Save "
+            "under a name in it."
         )
     draft.mkdir(parents=True)
 
