@@ -300,7 +300,7 @@ def write(
 
     everyone.agree_on(call)
     ((target, _, tensors, texts),) = found
-    files = _files(".", parts_of(model), max_file_bytes, texts)
+    files = _files(".", parts_of(model, once=False), max_file_bytes, texts)
     files |= _files(STATE, tensors, max_file_bytes, texts)
     draft = target.parent / f".{target.name:.55}.{uuid.uuid4().hex}"  # at most 254 bytes
     try:
@@ -313,9 +313,10 @@ def write(
         shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has been renamed
 
 
-def parts_of(model: Llama) -> Parts:
-    """Return this rank's parts of the weights and their placements, by name in a checkpoint."""
-    return {checkpoint_name(name): (x, placement_of(x)) for name, x in model.named_parameters()}
+def parts_of(model: Llama, *, once: bool = True) -> Parts:
+    """Return this rank's parts of the weights by name in a file, by all names unless `once`."""
+    named = model.named_parameters(remove_duplicate=once)
+    return {checkpoint_name(name): (x, placement_of(x)) for name, x in named}
 
 
 @torch.no_grad()
