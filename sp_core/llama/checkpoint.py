@@ -251,6 +251,7 @@ def save(
 
     Every rank calls this; rank 0 of the mesh writes. Files go into a temporary folder beside
     `folder`, which is renamed when complete. A killed save leaves at most that, and its parents.
+    transformers reads the folder only if num_attention_heads divides hidden_size.
     Copy chat template, tokenizer_config.json and generation_config.json of a loaded folder.
 
     Args:
