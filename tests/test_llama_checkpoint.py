@@ -130,7 +130,8 @@ def test_a_model_of_wrapped_layers_and_a_shared_weight_is_saved_under_its_own_na
         model.lm_head.weight = model.embed_tokens.weight
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         train_step(model, optimizer, [[1, 2, 3]], max_norm=1.0)
-        model.layers[0] = torch.compile(checkpoint_wrapper(model.layers[0]), backend="eager")
+        wrapped: Any = torch.compile(checkpoint_wrapper(model.layers[0]), backend="eager")
+        model.layers[0] = wrapped
         save_training(model, folder / "shared", optimizer=optimizer, step=1)
         load_training(model, folder / "shared", optimizer=optimizer)
         save(load(folder / "shared", mesh), folder / "loaded")

@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from refusals.calls import Table, Wrong
 from refusals.kinds import lowered, sending
 from refusals.models import CASE
 from refusals.training import HALVES, converted
-import torch
 from torch import nn
 
 import sp_core as sp
@@ -92,7 +92,8 @@ def watched(model: Llama, name: str) -> None:
 def compiled(model: Llama) -> None:
     """Register a hook on a part of a layer, and compile the layer."""
     watched(model, "layers.1.mlp.down_proj")
-    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    layer: Any = torch.compile(model.layers[1], backend="eager")
+    model.layers[1] = layer
 
 
 CALLS: dict[str, Callable[[Llama], object]] = {
