@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
+from sp_core.nn.gradients import reduce_gradients
 from sp_core.testing import spmd
 
 HOLD: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
@@ -135,3 +136,25 @@ def test_a_model_computes_with_weights_that_functional_call_gives_it(comm: Any) 
         sharding = sp.Sharding.contiguous(3, 1)
         found = functional_call(model, weights, (tokens,), {"sharding": sharding})
         assert torch.equal(found, model(tokens, sharding=sharding))
+
+
+@spmd(4)
+def test_blocks_of_replicas_learn_as_on_one_device_after_a_sum_over_the_replicas(
+    comm: Any,
+) -> None:
+    """The backward sums over the ranks of a sequence, `reduce_gradients` over the replicas."""
+    rows, sharding = normal(99, (2, 8, 4), "float64"), sp.Sharding.zigzag(8, 2)
+    with sp.Mesh(comm, dp=2, ring=2) as mesh:
+        ring, dp = mesh["ring"], mesh["dp"]
+        block, alone = (
+            sp.TransformerBlock(4, 2, comm=each, dtype=torch.float64) for each in (ring, mesh[()])
+        )
+        pairs = [*zip(block.parameters(), alone.parameters(), strict=True)]
+        for n, pair in enumerate(pairs):
+            for weight in pair:
+                weight.data = normal(n, weight.shape, "float64")
+        own = sharding.shard(rows[[dp.rank]], ring.rank, 1)
+        block(own, sharding=sharding).square().sum().backward()
+        alone(rows, sharding=sp.Sharding.contiguous(8, 1)).square().sum().backward()
+        reduce_gradients(block.parameters(), data=dp)
+        torch.testing.assert_close(*zip(*((a.grad, b.grad) for a, b in pairs), strict=True))

@@ -15,9 +15,11 @@ import pytest
 import torch
 from llama_cases import Case, mesh_of
 from safetensors.torch import save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import sp_core as sp
 from sp_core.llama import Checkpoint, Decoder, LlamaConfig, checkpoint, create, load, save
+from sp_core.llama.train import load_training, save_training, train_step
 from sp_core.testing import LiveBytes, spmd
 
 CASE = Case((6, 3), layers=1)
@@ -91,7 +93,7 @@ def test_what_a_rank_holds_is_its_part_of_the_weights_and_of_the_cache(
     """Count the bytes of tensors that are alive.
 
     Weights: 1/tp of all, and the norms. While loading, also one tensor of the file and the slice
-    that is cut from it.
+    that is cut from it. While saving, also one tensor in two buffers; on rank 0 a whole file.
 
     Cache: 1/4 of all tokens and one token more. A step of a decoder leaves no other tensor behind.
     """
@@ -113,6 +115,28 @@ def test_what_a_rank_holds_is_its_part_of_the_weights_and_of_the_cache(
         for _ in range(2):
             decoder.decode([[1]] * len(room))
         assert live.now == weights + cache
+        with LiveBytes(model.parameters()) as saving:
+            save(model, folder / "again")
+        assert saving.peak <= weights + 2 * max(sizes) + sum(sizes) * (comm.rank == 0)
+
+
+@spmd(1, 2)
+def test_a_model_of_wrapped_layers_and_a_shared_weight_is_saved_under_its_own_names(
+    comm: Any, tmp_path: Path
+) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        model = CASE.model(mesh)
+        model.lm_head.weight = model.embed_tokens.weight
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        train_step(model, optimizer, [[1, 2, 3]], max_norm=1.0)
+        wrapped: Any = torch.compile(checkpoint_wrapper(model.layers[0]), backend="eager")
+        model.layers[0] = wrapped
+        save_training(model, folder / "shared", optimizer=optimizer, step=1)
+        load_training(model, folder / "shared", optimizer=optimizer)
+        save(load(folder / "shared", mesh), folder / "loaded")
+        save(model, folder / "saved")
+        assert contents(folder / "saved") == contents(folder / "loaded")
 
 
 def drop(name: str) -> Callable[[Path], None]:

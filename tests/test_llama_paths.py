@@ -231,12 +231,23 @@ def test_a_file_has_as_many_bytes_of_weights_as_it_may(comm: Any, tmp_path: Path
         assert f'"total_size": {size}\n' in (folder / f"{size - 1}" / INDEX).read_text()
 
 
+@pytest.fixture
+def mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make folders of the name "mounted" mount points, which the system does not rename."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
+
+
+@pytest.mark.usefixtures("mounted")
 @spmd(1)
-def test_the_working_directory_is_not_replaced(comm: Any, tmp_path: Path) -> None:
-    with (
-        contextlib.chdir(tmp_path),
-        mesh_of(comm, 0) as mesh,
-        pytest.raises(sp.CheckpointError, match="is the working directory"),
-    ):
-        save(create(CASE.config, mesh), ".")
+def test_the_working_directory_and_a_mount_point_are_not_replaced(
+    comm: Any, tmp_path: Path
+) -> None:
+    for name in ("working", "mounted"):
+        (tmp_path / name).mkdir()
+        with (
+            contextlib.chdir(tmp_path / "working"),
+            mesh_of(comm, 0) as mesh,
+            pytest.raises(sp.CheckpointError, match="is the working directory or a mount point"),
+        ):
+            save(create(CASE.config, mesh), tmp_path / name)
     assert not contents(tmp_path)

@@ -30,6 +30,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "fused AdamW": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "AMSGrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
     "RMSprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
     "NAdam": partial(torch.optim.NAdam, lr=0.01),
@@ -158,7 +159,7 @@ def test_a_training_is_loaded_as_it_was_saved(comm: Any, tmp_path: Path) -> None
     folder = shared(comm, tmp_path)
     with mesh_of(comm, 0) as mesh:
         for kind in SCHEDULERS:
-            before, after = (Training(CASE.model(mesh), "AdamW", kind) for _ in range(2))
+            before, after = (Training(CASE.model(mesh), "fused AdamW", kind) for _ in range(2))
             before.go(1)
             before.save(folder / kind)
             after.load(folder / kind)
@@ -168,6 +169,8 @@ def test_a_training_is_loaded_as_it_was_saved(comm: Any, tmp_path: Path) -> None
             ]
             assert len({*map(repr, states)}) == 1
             assert after.go(4) == before.go(4)
+            pairs = zip(before.model.parameters(), after.model.parameters(), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
 
 
 def edited(change: Callable[[Any], object], folder: Path) -> None:

@@ -251,14 +251,16 @@ def save(
 
     Every rank calls this; rank 0 of the mesh writes. Files go into a temporary folder beside
     `folder`, which is renamed when complete. A killed save leaves at most that, and its parents.
+    transformers reads the folder only if num_attention_heads divides hidden_size.
     Copy chat template, tokenizer_config.json and generation_config.json of a loaded folder.
 
     Args:
         model: a model on any mesh without the axis "pp".
-        folder: a path that does not exist yet, or an empty folder other than the working directory.
+        folder: a path that does not exist yet, or an empty folder that is neither the working
+            directory nor a mount point.
         tokenizer: what rank 0 writes to `tokenizer.json`, such as `byte_tokenizer()`.
-        max_file_bytes: the largest number of bytes of weights in one file; None writes a single
-            file. A larger tensor gets a file of its own.
+        max_file_bytes: the largest number of bytes of weights in one file, all of which rank 0
+            holds in host memory; None writes a single file. A larger tensor gets its own file.
 
     Communication:
         Over the tensor ranks, one all-gather of each weight. Over all ranks, three agreements
@@ -299,31 +301,31 @@ def write(
 
     everyone.agree_on(call)
     ((target, _, tensors, texts),) = found
-    files = _files(".", parts_of(model), max_file_bytes, texts)
+    files = _files(".", parts_of(model, once=False), max_file_bytes, texts)
     files |= _files(STATE, tensors, max_file_bytes, texts)
     draft = target.parent / f".{target.name:.55}.{uuid.uuid4().hex}"  # at most 254 bytes
     try:
         on_first(partial(_begin, target, draft))
         for file, parts in files.items():
-            whole = ((name, _gathered(*part, model).cpu()) for name, part in parts.items())
-            on_first(partial(_write, dict(whole), draft / file))
+            whole = {name: _gathered(*part, model) for name, part in parts.items()}
+            on_first(partial(_write, whole, draft / file))
         on_first(partial(_end, model, texts, draft, target))
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has been renamed
 
 
-def parts_of(model: Llama) -> Parts:
-    """Return this rank's parts of the weights and their placements, by name in a checkpoint."""
-    return {checkpoint_name(name): (x, placement_of(x)) for name, x in model.named_parameters()}
+def parts_of(model: Llama, *, once: bool = True) -> Parts:
+    """Return this rank's parts of the weights by name in a file, by all names unless `once`."""
+    named = model.named_parameters(remove_duplicate=once)
+    return {checkpoint_name(name): (x, placement_of(x)) for name, x in named}
 
 
 @torch.no_grad()
-def _gathered(part: Tensor, placement: Placement, model: Llama) -> Tensor:
-    """Gather the parts of a tensor, and return the whole tensor on every tensor rank."""
+def _gathered(part: Tensor, placement: Placement, model: Llama) -> Any:
+    """Gather the parts of a tensor. Return it whole in host memory on rank 0, None elsewhere."""
     sizes = [sum(map(len, held)) for held in placement.held]
-    return placement.join(
-        all_gather(part.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes)
-    )
+    parts = all_gather(part.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes)
+    return None if model.grid.everyone.rank else placement.join(parts).cpu()
 
 
 def _files(
@@ -365,9 +367,10 @@ def _begin(target: Path, draft: Path) -> None:
         raise CheckpointError(
             f"{target} is there already, and is no empty folder. Delete it, or save elsewhere."
         )
-    if target == Path.cwd():
+    if target == Path.cwd() or target.is_mount():
         raise CheckpointError(
-            f"{target} is the working directory, and would be replaced. Save under a name in it."
+            f"{target} is the working directory or a mount point, and would be replaced. Save "
+            "under a name in it."
         )
     draft.mkdir(parents=True)
 

@@ -209,6 +209,7 @@ class LlamaConfig:
             "model_type": "llama",
             "hidden_act": "silu",
             **vars(self),
+            "rms_norm_eps": float(self.rms_norm_eps),  # transformers refuses an int
             "rope_scaling": self.rope_scaling and dict(self.rope_scaling),
             "eos_token_id": list(self.eos_token_id),
         }

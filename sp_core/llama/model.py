@@ -162,8 +162,8 @@ class Llama(nn.Module):
         if torch.is_grad_enabled():
             check_hooks(self)
         for number in self.own:
-            if isinstance(block := self.layers[number], ParallelBlock):
-                block.check_parts(f"layers.{number}")
+            if check := getattr(self.layers[number], "check_parts", None):  # wrappers have it, too
+                check(f"layers.{number}")
         if self.is_last:
             tied = self.config.tie_word_embeddings
             name, kind = ("embed_tokens", Embedding) if tied else ("lm_head", Weight)
@@ -323,6 +323,7 @@ def check_model(model: object) -> None:
 
 def checkpoint_name(name: str) -> str:
     """Return the name that the parameter `name` of a `Llama` has in a Hugging Face checkpoint."""
+    name = ".".join(part for part in name.split(".") if part[0] != "_")  # as torch.compile adds
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 

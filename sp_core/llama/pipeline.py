@@ -30,7 +30,7 @@ from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
 from sp_core.nn.loss import IGNORED, check_labels
 from sp_core.nn.memory import Saving
-from sp_core.nn.replicated import gradient_of
+from sp_core.nn.replicated import gradient_of, learning
 from sp_core.scheduling.pipeline import (
     Order,
     check_orders,
@@ -200,19 +200,20 @@ def loss_and_gradients(
         The mean on every rank, a float64 scalar without gradient.
 
     Communication:
-        One agreement (32-byte all-reduce) over the stages, over the tensor ranks, over the ranks of
-        a replica and over all ranks. One all-reduce of the number of valid tokens. For each
-        micro-batch one message of (B, S/P, E), with TP-SP (B, S/P/T, E), from each stage to the
-        next, and one back. The messages of the layers and of `next_token_loss`; `recompute`,
-        `offload` and `chunk` add the messages that `backward` names. In the end one broadcast of
-        the loss over the stages.
+        One agreement (32-byte all-reduce) over the stages, over the tensor ranks, over the ranks
+        that hold the same weights, over the ranks of a replica and over all ranks. One all-reduce
+        of the number of valid tokens. For each micro-batch one message of (B, S/P, E), with TP-SP
+        (B, S/P/T, E), from each stage to the next, and one back. The messages of the layers and of
+        `next_token_loss`; `recompute`, `offload` and `chunk` add the messages that `backward`
+        names. In the end one broadcast of the loss over the stages.
 
     Raises:
         ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, tokens,
             labels or a mask that do not fit, a wrong result of `ordering`, or `chunk` below 1. On
             every rank of the mesh.
-        CollectiveMismatch: ranks with different micro-batches, orders or autocast, or of which
-            only some have gradients off. On every rank. A wrong `model` is an error of this rank.
+        CollectiveMismatch: ranks with different micro-batches, orders, frozen weights or autocast,
+            or of which only some have gradients off. On every rank. A wrong `model` is an error of
+            this rank.
     """
     check_model(model)
     grid, saving = model.grid, Saving(recompute=recompute, offload=offload, chunk=chunk)
@@ -331,7 +332,8 @@ def _agree(
     """Check the arguments of `loss_and_gradients`, and that the ranks agree on them.
 
     Tokens and labels have to be equal over stages and over tensor ranks. Shapes, shardings and
-    masks have to be equal in a replica, the number of micro-batches and their order everywhere.
+    masks have to be equal in a replica, the number of micro-batches and their order everywhere. All
+    ranks of a stage have to train the same weights.
 
     Returns:
         For each stage the order of its forwards and backwards; of forwards if gradients are off.
@@ -365,7 +367,8 @@ def _agree(
     with agreeing_in_turn() as agree_on:
         agree_on(grid.stages, same_tokens, check)
         for comm, text in (
-            (grid.tensor, same_tokens),
+            (grid.tensor, lambda: f"{same_tokens()}, {learning(model)}"),
+            (grid.data, lambda: f"{call()}, {learning(model)}"),  # stages hold other weights
             (grid.model, same_shapes),
             (grid.everyone, call),
         ):

@@ -259,7 +259,9 @@ def _read(
 
     def value(name: str, kind: str, x: Any) -> Any:
         if x == _CUT:
-            return moments.read(f"{name}.{kind}", placements[name], rank)
+            # a view of the file may be strided, but fused optimizers read memory in order
+            part = moments.read(f"{name}.{kind}", placements[name], rank)
+            return part.clone(memory_format=torch.contiguous_format)
         if not isinstance(x, dict) or "" not in x:
             return x
         return torch.tensor(x[""], device="cpu", dtype=getattr(torch, x["dtype"]))

@@ -158,7 +158,9 @@ def reduce_gradients(
 
     Every rank calls this once before each step of the optimizer, after the backwards of all
     micro-batches: a second call sums the sums again. Leave out the weights of `TransformerBlock`
-    and the other layers of `sp_core.nn.layers`: these layers sum their gradients in backward.
+    and the other layers of `sp_core.nn.layers`: these layers sum their gradients in backward, over
+    their own `comm`. If `comm` lacks axes of the data, such as replicas, call this for these
+    weights, too, with only the axes that `comm` lacks as `data`.
 
     Args:
         parameters: corresponding parameters, in the same order on every rank; those without

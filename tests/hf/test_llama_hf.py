@@ -321,7 +321,7 @@ def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path
     """
     from transformers import AutoModelForCausalLM
 
-    case = CASES[name]
+    case = replace(CASES[name], eps=0)  # which transformers reads as a float only
     tokens = case.tokens(1, SEQ_LEN)
 
     def write(comm: Any) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from refusals.calls import Table, Wrong
 from refusals.kinds import lowered, sending
 from refusals.models import CASE
@@ -86,6 +87,13 @@ def linear(model: Llama, name: str) -> None:
 def watched(model: Llama, name: str) -> None:
     """Register a hook on a part of a model."""
     model.get_submodule(name).register_forward_pre_hook(lambda part, given: None)
+
+
+def compiled(model: Llama) -> None:
+    """Register a hook on a part of a layer, and compile the layer."""
+    watched(model, "layers.1.mlp.down_proj")
+    layer: Any = torch.compile(model.layers[1], backend="eager")
+    model.layers[1] = layer
 
 
 CALLS: dict[str, Callable[[Llama], object]] = {
@@ -203,6 +211,11 @@ ON_ONE_RANK: Table = {
             )
             for name in names
         },
+        "a compiled layer with a hook in it": (
+            TypeError,
+            "layers.1.mlp.down_proj has hooks",
+            converted(CALLS["call"], compiled),
+        ),
         "another decoder": (
             sp.CollectiveMismatch,
             "decode([[3]]) after [1]",

@@ -58,7 +58,8 @@ def short(number: int, size: int) -> sp.Sharding:
 
 
 def trained(model: Llama) -> Tensor:
-    sharding = sp.Sharding.contiguous(4, 1)
+    size = model.grid.sequence.size
+    sharding = sp.Sharding.contiguous(4 * size, size)
     tokens = CASE.tokens(1, 4)
     return loss_and_gradients(model, [MicroBatch(tokens, tokens, sharding)])
 
@@ -93,7 +94,7 @@ CALLS: dict[str, tuple[Callable[[Llama], object], str]] = {
     "a forward": (called, "ring tp"),
     "a backward": (lambda model: backward(model, TEXTS), "dp ring tp"),
     "a training step": (stepped, "dp ring tp"),
-    "a pipeline": (trained, "dp pp tp"),
+    "a pipeline": (trained, "dp pp ring tp"),
     "a generation": (lambda model: generate(model, [[1], [2]], max_tokens=1), "dp pp ring tp"),
     "a decoder": (lambda model: Decoder(model, [3]), "pp ring tp"),
     "a prefill": (planned, "ring tp"),
@@ -167,7 +168,7 @@ def frozen() -> dict[str, Row]:
             "weights learn",
             freeze(CALLS[name][0]),
         )
-        for name in ("a forward", "a backward", "a training step")
+        for name in ("a forward", "a backward", "a training step", "a pipeline")
     }
     text, ungraded = "tp_sp=False, 0 of ", graded(lambda mesh, here: called(CASE.model(mesh)))
     return rows | {"a forward without gradients": (sp.CollectiveMismatch, text, ungraded)}
