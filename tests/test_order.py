@@ -317,26 +317,6 @@ def test_a_plan_runs_in_and_out_of_inference_mode(
                 assert torch.equal(found, wanted), (algorithm, dtype, further, mode, start)
 
 
-@pytest.mark.parametrize("transport", ["host", "window"])
-@pytest.mark.parametrize("op", PLANNED)
-@spmd(4)
-def test_a_call_follows_one_in_inference_mode(comm: Any, op: str, transport: str) -> None:
-    """Memory that a communicator keeps for later calls is no tensor of that mode."""
-    base = op.removesuffix("_")
-    inputs = [torch.arange(16).view(8, 2) + n for n in range(comm.size)]
-    wanted = DEFINITIONS[base](inputs, PLANNED[op])[comm.rank]
-    for dtype in DTYPES:
-        with torch.inference_mode(), sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
-            group = mesh["sp"]
-            for algorithm in usable(group.nodes, base, window=group.window is not None):
-                for mode in (True, False):
-                    with torch.inference_mode(mode):
-                        x = inputs[comm.rank].to(dtype)
-                        found = getattr(sp, op)(x, comm=group, algorithm=algorithm, **PLANNED[op])
-                    assert torch.equal(found, wanted.to(dtype)), (algorithm, mode)
-                group.scratch.clear()
-
-
 class Held:
     """Stand in for an operation, a handle or a communicator: `test` waits until it may go on."""
 
