@@ -36,8 +36,7 @@ LEAST_BLOCKS = 4
 class Side(NamedTuple):
     """Map the slots of a pack to tokens of a shard, either for its queries or for its keys.
 
-    A pack is a padded batch of documents, and a slot is a place for one token in it. A pack of
-    class `Sequences` has no empty slots, so its `source` equals its `tokens`.
+    A pack is a padded batch of documents, and a slot is a place for one token in it.
 
     Args:
         source: for every slot the index of its token in the shard, int64 (all slots,). An empty
@@ -97,7 +96,7 @@ class Pack(NamedTuple):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor, lse: Tensor
-    ) -> None:
+    ) -> Tensor:
         """Compute attention in the pack's blocks, and write its queries' rows of `out` and `lse`.
 
         Args:
@@ -106,6 +105,9 @@ class Pack(NamedTuple):
             logits: how the logits follow from q k^T.
             out: (B, H, Sq, D); rows of the pack's queries are overwritten.
             lse: (B, H, Sq); rows of the pack's queries are overwritten.
+
+        Returns:
+            The indices of the pack's queries in the shard, int64.
         """
         q_, k_, v_ = (
             self.gather(self.queries, q),
@@ -115,6 +117,7 @@ class Pack(NamedTuple):
         parts = kernels.forward(q_, k_, v_, "partial", self.allowed(len(q)), logits)
         self.scatter(self.queries, parts[0], out)
         self.scatter(self.queries, parts[1].unsqueeze(-1), lse.unsqueeze(-1))
+        return self.queries.tokens
 
     def backward(
         self, tensors: tuple[Tensor, ...], logits: Logits, grads: Iterable[Tensor]
@@ -142,45 +145,47 @@ class Sequences(NamedTuple):
 
     Args:
         causal: True if all blocks are causal, False if all are full.
-        queries, keys: the queries, and the keys, of all blocks, one block after the other.
+        queries, keys: the indices in the shard of the queries, and of the keys, of all blocks, one
+            block after the other; int64.
         lengths: the number of queries of each block; the number of keys of each block.
     """
 
     causal: bool
-    queries: Side
-    keys: Side
+    queries: Tensor
+    keys: Tensor
     lengths: cuda.Lengths
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor, lse: Tensor
-    ) -> None:
-        """Compute attention in the blocks; arguments and effects are those of `Pack.forward`."""
+    ) -> Tensor:
+        """Compute attention in the blocks; arguments and result are those of `Pack.forward`."""
         q, k, v = _tokens(q, self.queries), _tokens(k, self.keys), _tokens(v, self.keys)
         parts = cuda.sequences(q, k, v, self.lengths, self.causal, logits.softmax_scale)
         _put(parts[0], self.queries, out)
         _put(parts[1].unsqueeze(-1), self.queries, lse.unsqueeze(-1))
+        return self.queries
 
     def backward(
         self, tensors: tuple[Tensor, ...], logits: Logits, grads: Iterable[Tensor]
     ) -> None:
         """Compute the blocks' gradients; arguments and effects are those of `Pack.backward`."""
         sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
-        given = [_tokens(x, side) for x, side in zip(tensors, sides, strict=False)]
+        given = [_tokens(x, places) for x, places in zip(tensors, sides, strict=False)]
         lse = _tokens(tensors[-1].unsqueeze(-1), self.queries).squeeze(-1)
         parts = cuda.sequences_backward(given, lse, self.lengths, self.causal, logits.softmax_scale)
-        for part, side, into in zip(parts, sides[1:4], grads, strict=True):
-            _put(part, side, into)
+        for part, places, into in zip(parts, sides[1:4], grads, strict=True):
+            _put(part, places, into)
 
 
-def _tokens(x: Tensor, side: Side) -> Tensor:
-    """Copy the n tokens of `side` (queries or keys) from x (B, H, S, D), as (B * n, H, D)."""
-    return x.transpose(1, 2).index_select(1, cuda.on_device(side.tokens, x.device)).flatten(0, 1)
+def _tokens(x: Tensor, places: Tensor) -> Tensor:
+    """Copy the tokens of x (B, H, S, D) at n places, as (B * n, H, D)."""
+    return x.transpose(1, 2).index_select(1, cuda.on_device(places, x.device)).flatten(0, 1)
 
 
-def _put(part: Tensor, side: Side, into: Tensor) -> None:
-    """Write `part` (B * tokens, H, D) over the tokens of `side` in `into` (B, H, S, D)."""
+def _put(part: Tensor, places: Tensor, into: Tensor) -> None:
+    """Write `part` (B * n, H, D) over the tokens at n places of `into` (B, H, S, D)."""
     part = part.unflatten(0, (len(into), -1)).to(into.dtype)
-    into.transpose(1, 2).index_copy_(1, cuda.on_device(side.tokens, into.device), part)
+    into.transpose(1, 2).index_copy_(1, cuda.on_device(places, into.device), part)
 
 
 Packs = tuple[Pack | Sequences, ...]
@@ -234,8 +239,8 @@ def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
     made = (
         Sequences(
             kind == "causal",
-            _side_of([block.queries for block in found]),
-            _side_of([block.keys for block in found]),
+            _joined([block.queries for block in found]),
+            _joined([block.keys for block in found]),
             (tuple(block.shape[0] for block in found), tuple(block.shape[1] for block in found)),
         )
         for kind, found in many.items()
@@ -243,10 +248,9 @@ def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
     return _without(blocks, many.values()), tuple(made)
 
 
-def _side_of(parts: Iterable[slice]) -> Side:
-    """Return a `Side` with the tokens of some ranges, one after the other, without empty slots."""
-    tokens = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
-    return Side(tokens, torch.arange(len(tokens), device="cpu"), tokens)
+def _joined(parts: Iterable[slice]) -> Tensor:
+    """Return the numbers in some ranges, one range after the other, as an int64 tensor."""
+    return torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
 
 
 def _apart(blocks: Iterable[Block], most: int = sys.maxsize) -> Iterator[Block]:

@@ -115,8 +115,7 @@ def _attend(
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=out.dtype)
     fresh = np.ones(q.shape[2], dtype=bool)
     for pack in packs:
-        pack.forward(q, k, v, logits, out, lse)
-        fresh[pack.queries.tokens.numpy()] = False
+        fresh[pack.forward(q, k, v, logits, out, lse).numpy()] = False
     for block in blocks:
         part_out, part_lse = part(block)
         rows_out, rows_lse = out[:, :, block.queries], lse[:, :, block.queries]
