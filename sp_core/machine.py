@@ -148,7 +148,7 @@ def leave_step() -> None:
     """
     if "SLURM_STEP_NUM_TASKS" in os.environ and not in_job():
         for name in [*os.environ]:
-            if re.match(r"PMI_|PMIX_(?!MCA_)", name):  # PMIX_MCA_ begins settings of the user
+            if re.match(r"PMI_|PMIX_(?!MCA_|INSTALL_PREFIX)", name):  # those are the user's
                 del os.environ[name]
 
 

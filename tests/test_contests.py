@@ -1,6 +1,7 @@
 """Test the contests of growth, documents, balance and shared GPUs: figures, and when they fail."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -136,12 +137,16 @@ def test_the_code_that_a_contest_runs_is_compared() -> None:
     } <= files
 
 
-def test_an_earlier_record_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_earlier_records_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launching, "run", lambda *_: RIGHT)
-    (out := tmp_path / "record.json").write_text("an earlier record")
-    assert growth.growth(["--only", "computed", "--out", str(out)]) == 0
-    assert (tmp_path / "record.old.json").read_text() == "an earlier record"
-    assert contest.read(out)["launches"]
+    out, texts = tmp_path / "record.json", []
+    for hour in range(2):
+        out.write_text(f"record {hour}")
+        os.utime(out, (3600 * hour, 3600 * hour))
+        assert growth.growth(["--only", "computed", "--out", str(out)]) == 0
+        assert contest.read(out)["launches"]
+    texts = [path.read_text() for path in sorted(tmp_path.glob("record.19700*.json"))]
+    assert texts == ["record 0", "record 1"]
 
 
 @pytest.mark.parametrize("degree", [-1.0, 0.0, 0.5, 1.0, 2.0])

@@ -204,8 +204,11 @@ def test_the_alarm_stays_the_kits_if_pytest_timeout_would_set_it(
     method: str, is_taken: bool | None, tmp_path: Path
 ) -> None:
     """pytest-timeout sets no timer if another plugin's hook has returned a value."""
-    settings = SimpleNamespace(method=method)
-    assert ranks_of(tmp_path, 0).pytest_timeout_set_timer(settings) is is_taken
+    plugin = ranks_of(tmp_path, 0)
+    assert plugin.pytest_timeout_set_timer(SimpleNamespace(method=method)) is is_taken
+    assert any("--timeout-method=thread" in note for note in plugin._session.notes) == bool(
+        is_taken
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -79,6 +79,22 @@ def test_the_first_of_many_deaths_is_told(
     assert [watch.first()] == first == order[:1]
 
 
+def test_the_next_process_of_a_rank_is_watched(
+    tmp_path: Path, watch: Deaths, ranks: list[subprocess.Popen[bytes]]
+) -> None:
+    """A shell may run one session after another."""
+    first, second = ranks[:2], ranks[2:]
+    introduce(tmp_path, first)
+    end(first)
+    assert watch.alive() == {}
+    assert len(watch.dead) == 2
+    introduce(tmp_path, second)
+    assert watch.alive() == {rank: each.pid for rank, each in enumerate(second)}
+    assert watch.dead == {}
+    end(second[1:])
+    assert watch.suspects()[0].startswith("rank 1 died first: killed by SIGKILL")
+
+
 def wait_for(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + 20
     while not is_so():

@@ -152,6 +152,25 @@ def test_a_launcher_says_whether_this_is_a_job_its_ranks_and_the_rank_on_the_nod
 
 
 @pytest.mark.parametrize(
+    ("variables", "left"),
+    [
+        (LONE, {"SLURM_STEP_NUM_TASKS"}),
+        (LONE | {"MPI_LOCALRANKID": "0"}, {*LONE, "MPI_LOCALRANKID"}),
+        (LONE | {"SLURM_STEP_NUM_TASKS": "2"}, {*LONE}),
+        ({"PMIX_RANK": "0"}, {"PMIX_RANK"}),
+    ],
+    ids=["a shell", "mpiexec in a shell", "two tasks", "no step"],
+)
+def test_only_a_process_that_is_no_rank_loses_the_variables_of_its_step(
+    variables: dict[str, str], left: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"PMIX_MCA_gds": "hash", "PMIX_INSTALL_PREFIX": "/opt/pmix", "PATH": ""}
+    monkeypatch.setattr(os, "environ", variables | kept)
+    machine.leave_step()
+    assert {*os.environ} - {"PYTEST_CURRENT_TEST"} == left | {*kept}
+
+
+@pytest.mark.parametrize(
     ("script", "limit", "answer", "ending"),
     [
         ("echo said; echo told >&2; echo $X; exit 3", {}, (3, "said\ntold\nso\n"), 3),

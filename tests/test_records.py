@@ -249,8 +249,13 @@ def test_a_gpu_is_known_by_its_uuid(
 
 @pytest.mark.parametrize(
     ("bound", "threads", "crowded"),
-    [([{0}, {1}], 1, False), ([{0}, {0}], 1, True), ([{0, 1}] * 2, 1, False), ([{0, 1}], 3, True)],
-    ids=["a core each", "one core", "two cores", "three threads"],
+    [
+        ([{0}, {1}], 1, False),
+        ([{0}, {0}], 1, True),
+        ([{0, 1}] * 2, 1, False),
+        ([{0, 1, 2}] * 3, 1, True),
+    ],
+    ids=["a core each", "one core", "two cores", "a quota of two cores"],
 )
 def test_a_node_is_oversubscribed_by_the_threads_of_its_ranks_on_the_cores_of_all(
     bound: list[set[int]], threads: int, crowded: bool, monkeypatch: pytest.MonkeyPatch
@@ -261,6 +266,8 @@ def test_a_node_is_oversubscribed_by_the_threads_of_its_ranks_on_the_cores_of_al
     world = MagicMock(size=8, **{"allreduce.side_effect": lambda mine, op: mine})
     world.Split_type.return_value = node
     assert machine.is_crowded(world, threads) is crowded
+    world.allreduce.side_effect = lambda mine, op: True  # as on another node
+    assert machine.is_crowded(world, threads)
 
 
 @pytest.mark.parametrize(("gpus", "count"), [("ab", 2), ("bb", 1)])

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class Contest:
                 type=Path,
                 default=REPORTS / self.file,
                 metavar="FILE",
-                help=f"default: reports/{self.file}; an earlier file is renamed to *.old.json",
+                help=f"default: reports/{self.file}; an earlier file gets its time into its name",
             ),
             "--resume": about(action="store_true", help="do the launches that --out does not hold"),
             "--timeout": about(
@@ -146,7 +147,8 @@ class Contest:
         if options.resume and out.exists():
             document = begun(out, document)
         elif out.exists():
-            out.replace(out.with_suffix(".old.json"))
+            written = datetime.fromtimestamp(out.stat().st_mtime, UTC)
+            out.replace(out.with_suffix(f".{written:%Y%m%dT%H%M%SZ}.json"))
         document = {"busy_before": busy_share(), "launches": [], **document}
         return self._run(entries, _finished(document), out)
 

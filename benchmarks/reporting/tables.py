@@ -168,7 +168,7 @@ LEGEND = (
     "busbw: the same times the share that must cross a link. "
     "comm share: communication and waiting for other ranks, on the rank where it took longest. "
     "bytes sent: by all ranks in one step. imbalance: the slowest rank's time over the mean. "
-    "oversubscribed: more ranks than cores, so the time says nothing about scaling. "
+    "oversubscribed: more threads than cores, so the time says nothing about scaling. "
     "skew-limited: the ranks did not start together."
 )
 

@@ -75,9 +75,11 @@ class Deaths:
     def look(self, seconds: float) -> None:
         """Wait up to `seconds` for a rank to die, and note the ranks that have started or died."""
         for rank in range(self.ranks):
-            path = file_of(self._dir, rank, "pid")
-            if rank not in self._watched and path.exists() and (text := path.read_text()):
-                self._watch(rank, int(text))
+            if rank in self._watched and rank not in self.dead:
+                continue
+            pid = int(self._text(rank, "pid") or 0)
+            if pid not in (0, self._watched.get(rank)):  # a shell may run several sessions
+                self._watch(rank, pid)
         for fd, _ in self._ends.poll(seconds):
             self._ends.unregister(fd)
             rank = self._rank_of[fd]
@@ -91,6 +93,8 @@ class Deaths:
 
     def _watch(self, rank: int, pid: int) -> None:
         self._watched[rank] = pid
+        for of_earlier in (self.dead, self._ended, self._unreported):
+            of_earlier.pop(rank, None)
         # Pythons of conda and uv lack `os.pidfd_open`
         if (fd := _LIBC.syscall(_PIDFD_OPEN, pid, 0)) < 0:  # it has ended, or the system has none
             self._unreported[rank] = pid

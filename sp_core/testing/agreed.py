@@ -88,8 +88,8 @@ class Ranks:
         if option("cov_source", None) and not option("no_cov", False):
             self._usage(
                 "pytest-cov (--cov) and --with-mpi cannot be combined: all ranks would write one "
-                "file. Leave --cov out, start -- python -m coverage run -p -m pytest --with-mpi, "
-                "then coverage combine."
+                "file. Leave --cov out, or add --no-cov if addopts has it. Start -- python -m "
+                "coverage run -p -m pytest --with-mpi, then coverage combine."
             )
 
     def _be_quiet(self) -> None:
@@ -189,11 +189,16 @@ class Ranks:
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self, settings: Any) -> bool | None:
-        """Keep pytest-timeout from taking SIGALRM and its timer, which `watch` needs.
+        """Keep pytest-timeout from taking SIGALRM and its timer, which `watch` needs, and say so.
 
         Return None, which lets it set a timer, if its method is "thread".
         """
-        return settings.method == "signal" or None
+        if settings.method != "signal":
+            return None
+        self._session.notes["pytest-timeout sets no limit here; pass --timeout-method=thread"] = (
+            None
+        )
+        return True
 
     def _everyone(self, point: str, mine: Any) -> list[Any]:
         """Return the values `mine` of all ranks, in rank order. Every rank calls this and waits.

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from sp_core.launch.command import Launch
+from sp_core.machine import leave_step
 from sp_core.testing import session
 from sp_core.testing.outcome import FINISHED, Kind, Outcome
 from sp_core.testing.plan import EXAMPLE, RESULT, UNASKED, Example, Result, Spec, hand_over, taken
@@ -205,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tests", help="id of a test, or a file")
     parser.add_argument("options", nargs="*", help="after --: options for pytest")
     options = parser.parse_args(arguments)
+    leave_step()
     jobs = Jobs(options.ranks, options.options, options.losses)
     # this module and its package are imported before pytest can rewrite assertions
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")

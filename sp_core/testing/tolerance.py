@@ -9,8 +9,8 @@ s is the smallest number above 0 of the dtype, because a result may underflow to
 scale is 0. scale is the sum of the absolute terms behind an element, from the reference.
 
 The size L of a logit is the sum of its absolute products, not its value, because products cancel
-and their roundings do not. Such a logit carries an error of u_acc L into the exponent. A sum of n
-terms of one sign carries up to u_acc n. The two errors add up; they do not multiply.
+and their roundings do not. Such a logit carries an error of u_acc L into the exponent. A sum of k
+terms of one sign carries up to u_acc k. The two errors add up; they do not multiply.
 """
 
 import math

@@ -143,6 +143,15 @@ def _(scene: Scene) -> None:
     assert stages.rank == scene.rank
 
 
+@row(ROWS, "dp", "loss_and_gradients")
+def _(scene: Scene) -> None:
+    """Let replicas compare weights that learn and the order, and sum the number of labels."""
+    model, x = llama.create(CONFIG, scene.mesh), tokens_of(scene)
+    batches = [pipeline.MicroBatch(x, x, sp.Sharding.contiguous(TOKENS, 1))]
+    with scene.sends(agreements=2 + 1, more=1, all_reduce=(2, 8 + 4)):
+        pipeline.loss_and_gradients(model, batches)
+
+
 @row(ROWS, "tp", "backward", "train_step", "Llama.loss")
 def _(scene: Scene) -> None:
     """Expect a step to send what its parts send and one agreement. A single rank is not tried."""
