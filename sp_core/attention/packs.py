@@ -214,7 +214,7 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
 
 
 @lru_cache(maxsize=64)
-def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], Packs]:
+def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], tuple[Pack, ...]]:
     """Put blocks of at most 32 queries and 32 keys into tiles.
 
     Return the blocks that are in no tile, and packs of about `tokens` tokens each.

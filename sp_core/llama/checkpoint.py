@@ -307,9 +307,8 @@ def write(
     try:
         on_first(partial(_begin, target, draft))
         for file, parts in files.items():
-            # bound to no name, which would hold it while the next file is gathered
             kept = ((name, _gathered(*part, model)) for name, part in parts.items())
-            on_first(partial(_write, dict(kept), draft / file))
+            on_first(partial(_write, dict(kept), draft / file))  # a name would hold the dict longer
         on_first(partial(_end, model, texts, draft, target))
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has been renamed
