@@ -172,8 +172,8 @@ def check_checkpoint(name: str, out: Tensor, *given: Tensor) -> None:
 
     Its backward runs the module `name` again, with weights of which no gradients are summed.
     """
-    found, waiting = {x.grad_fn for x in given if x.requires_grad}, [out.grad_fn]
-    while waiting and found:
+    found, waiting = {x.grad_fn for x in given}, [out.grad_fn]
+    while waiting:
         node = waiting.pop()
         if node is not None and node not in found:
             found.add(node)
