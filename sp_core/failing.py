@@ -8,6 +8,7 @@ failed, and it reports the first rank that exits as the cause, which may be anot
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 import threading
@@ -87,6 +88,8 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
         tell()
         return
     agreed = getattr(error, AGREED, 0)
+    if isinstance(sys.stderr, io.StringIO):  # torch's hook would print it only after this function
+        sys.stderr = sys.__stderr__ or sys.stderr
     try:
         if agreed and error.__cause__ is None:
             print(f"{_head}{type(error).__name__}: {short_text(error)}", file=sys.stderr)

@@ -119,7 +119,7 @@ class Mesh(NotCopied):
         call = ""  # the text stays empty if a check fails: then it is not compared
         try:
             self._check_arguments()
-            self.device = named_device(device, self.rank)
+            self.device = named_device(device, getattr(comm, "world_rank", self.rank))
             self._transport = named_transport(transport, self.device)
             nodes = read_nodes(nodes, self.size)
             constants = _constants(tuning, self.rank)
@@ -168,18 +168,19 @@ class Mesh(NotCopied):
         each axis.
 
         Raises:
-            RankError: torch.distributed has not been started, or the mesh has been freed; on every
-                rank.
+            RankError: torch.distributed was not started, or has ranks that the mesh lacks; or the
+                mesh has been freed. On every rank.
         """
         from torch import distributed
         from torch.distributed.device_mesh import DeviceMesh
 
         def own() -> int:
-            if not distributed.is_initialized():
-                raise RankError(
-                    "a DeviceMesh needs torch.distributed. Call init_process_group() on every rank."
-                )
-            return distributed.get_rank()
+            if distributed.is_initialized() and distributed.get_world_size() == self.size:
+                return distributed.get_rank()
+            raise RankError(
+                f"a DeviceMesh needs torch.distributed with just the {self.size} ranks of the mesh."
+                " Call init_process_group() on them, or pass Mesh a DeviceMesh of all ranks."
+            )
 
         ranks = self[tuple(self.axes)].agree_on(lambda: "to_device_mesh()", own)
         grid = torch.tensor(ranks, device="cpu").view(tuple(self.axes.values()))

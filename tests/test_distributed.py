@@ -5,7 +5,6 @@ import os
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock, Mock
@@ -215,18 +214,34 @@ def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
     assert len({comm._name for comm in made}) == 3
 
 
-def test_a_backend_that_names_no_timeout_has_that_of_torch() -> None:
-    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    torch_distributed.init_process_group("fake", store=HashStore(), rank=0, world_size=1)
+class WithoutOptions:
+    """A backend of torch without options, such as UCC."""
+
+    @property
+    def options(self) -> object:
+        raise RuntimeError("Backend ucc does not implement getBackendOptions.")
+
+
+@pytest.mark.parametrize("backend", [WithoutOptions(), object()], ids=["refused", "unknown"])
+def test_a_backend_that_names_no_timeout_has_that_of_torch(
+    backend: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, group = timedelta(seconds=7), torch_distributed.ProcessGroup
+    torch_distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
+        monkeypatch.setattr(group, "_get_backend", lambda *_: backend)
+        monkeypatch.setattr(torch_distributed, "default_pg_timeout", limit)
         comm = communicator_of(None)
     finally:
+        monkeypatch.undo()
         torch_distributed.destroy_process_group()
     assert comm is not None
-    assert comm._limit == torch_distributed.default_pg_timeout
+    assert (comm._limit, comm.world_rank) == (limit, 0)
 
 
-def test_a_rank_whose_store_has_ended_still_looks_for_dead_processes() -> None:
+def test_a_rank_whose_store_has_ended_still_looks_for_dead_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The process with the store, such as rank 0, may end before the ranks of other meshes."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False)
@@ -237,6 +252,10 @@ def test_a_rank_whose_store_has_ended_still_looks_for_dead_processes() -> None:
     comm._near, comm._next_look = {1: 2**30}, 0.0
     with pytest.raises(sp.PeerFailed, match="a call cannot end: rank 1 has died"):
         comm.watch("a call")
+    monkeypatch.setattr(torch_distributed.distributed_c10d, "_get_default_store", lambda: client)
+    monkeypatch.setattr(torch_distributed, "get_rank", lambda: 0)
+    with pytest.raises(sp.PeerFailed, match="rank 0 cannot reach torch's store"):
+        over_ranks([0], timedelta(seconds=30))
 
 
 def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(

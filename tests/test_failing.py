@@ -3,6 +3,7 @@
 `nox -s deaths` tries every place of an error with every launcher. Here is a sample.
 """
 
+import io
 import os
 import sys
 import threading
@@ -82,6 +83,19 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
 
 def set_now() -> list[object]:
     return [getattr(module, name) for module, name in HOOKS]
+
+
+def test_an_error_is_printed_though_torch_would_print_it_afterwards(
+    usual: list[Mock], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`init_process_group` sets a hook that collects what ours writes, and ours does not return."""
+    monkeypatch.setattr(failing, "end", END)
+    monkeypatch.setattr(failing, "GRACE_SECONDS", 0.0)
+    failing.watch_over(1, 3, Mock())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    sys.excepthook(LookupError, LOST, None)
+    assert capfd.readouterr().err == "rank 1 of 3: this error ends all ranks.\n"
+    assert usual[0].call_count == 1
 
 
 def test_hooks_are_set_once_and_for_several_ranks(usual: list[Mock]) -> None:

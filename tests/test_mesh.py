@@ -16,7 +16,7 @@ import torch
 from refusals.calls import hybrid
 
 import sp_core as sp
-from sp_core import progress
+from sp_core import mesh as mesh_module, progress
 from sp_core.mesh import _ranks_of, fingerprint, read_nodes
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport, named_device
@@ -295,6 +295,20 @@ def test_a_product_that_no_rank_has_used_is_left_without_a_message(comm: Any) ->
         sp.Mesh(comm, a=2, b=2) as mesh,
     ):
         use(mesh)
+
+
+def test_a_rank_of_a_group_takes_the_device_of_its_number_in_the_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Mock(return_value=torch.device("cpu"))
+    monkeypatch.setattr(mesh_module, "named_device", asked)
+
+    def body(comm: Any) -> None:
+        comm.world_rank = 5
+        sp.Mesh(comm, sp=1).free()
+
+    run_threads(1, body)
+    asked.assert_called_once_with(None, 5)
 
 
 def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:

@@ -52,9 +52,14 @@ class GroupComm(Observer):
         size: the number of ranks.
         limit: longest time for one transfer.
 
+    Attributes:
+        world_rank: the caller's rank in the default group of torch.distributed.
+
     Raises:
         PeerFailed: the ranks cannot connect within the limit.
     """
+
+    world_rank: int
 
     def __init__(self, store: Any, name: str, rank: int, size: int, limit: timedelta) -> None:
         self._store, self._name, self._limit = store, name, limit
@@ -285,7 +290,7 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
 
     Raises:
         RankError: this rank is not in `ranks`.
-        PeerFailed: the ranks cannot connect within the limit.
+        PeerFailed: the ranks cannot connect within the limit, or torch's store has ended.
     """
     rank, name = distributed.get_rank(), f"sp_core/{','.join(map(str, ranks))}"
     if rank not in ranks:
@@ -294,8 +299,16 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
             f"own ranks only."
         )
     store = distributed.distributed_c10d._get_default_store()
-    name = f"{name}/{store.add(f'{name}/{rank}', 1)}"
-    return GroupComm(store, name, ranks.index(rank), len(ranks), limit)
+    try:
+        name = f"{name}/{store.add(f'{name}/{rank}', 1)}"
+    except RuntimeError as error:
+        raise PeerFailed(
+            f"rank {rank} cannot reach torch's store, which another process keeps: "
+            f"{short_text(error)} See what the other ranks say."
+        ) from error
+    made = GroupComm(store, name, ranks.index(rank), len(ranks), limit)
+    made.world_rank = rank
+    return made
 
 
 def communicator_of(given: object) -> GroupComm | None:
@@ -326,5 +339,8 @@ def communicator_of(given: object) -> GroupComm | None:
         ranks = ranks or distributed.get_process_group_ranks(group)
     except KeyError:  # it was destroyed
         return None
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return over_ranks(ranks, getattr(options, "_timeout", distributed.default_pg_timeout))
+    try:
+        limit = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError):  # the backend has no options
+        limit = distributed.default_pg_timeout
+    return over_ranks(ranks, limit)

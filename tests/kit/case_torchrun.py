@@ -44,6 +44,8 @@ def test_only_the_ranks_of_a_group_make_its_mesh() -> None:
             for turn in (1, 2):  # these meshes differ from the world's and from each other
                 with sp.Mesh(group, a=len(ranks), b=1) as mesh:
                     assert members(mesh["a", "b"]) == ranks, turn
+                    with pytest.raises(sp.RankError, match=f"just the {len(ranks)} ranks"):
+                        mesh.to_device_mesh()
         else:
             with pytest.raises(TypeError, match="ProcessGroup, a DeviceMesh, or None"):
                 sp.Mesh(group, a=len(ranks))
