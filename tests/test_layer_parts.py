@@ -1,7 +1,9 @@
 """Test layers whose weights or parts were replaced, by a program or by torch itself."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,15 +23,23 @@ HOLD: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
     "a plain tensor": setattr,
 }
 """How to give a module a tensor in place of a parameter."""
+CHANGE: dict[str, Callable[[nn.Linear], AbstractContextManager[Any]]] = {
+    "unchanged": nullcontext,
+    "a hook": lambda part: part.register_forward_hook(lambda *_: None),
+    "a global hook": lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None),
+    "a forward": lambda part: patch.object(part, "forward", part.forward),
+}
+"""How to change a sub-layer for a while, so that its layer calls it."""
 PARALLEL = (sp.ColumnParallelLinear, sp.RowParallelLinear)
 
 
+@pytest.mark.parametrize("change", CHANGE)
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("how", HOLD)
 @spmd(1, 2)
 def test_a_weight_that_is_no_parameter_computes_and_learns_as_one(
-    comm: Any, how: str, norm: str, learns: bool
+    comm: Any, how: str, norm: str, learns: bool, change: str
 ) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
         block = sp.TransformerBlock(4, 2, comm=mesh["sp"], norm=norm, sinks=True)
@@ -48,7 +58,8 @@ def test_a_weight_that_is_no_parameter_computes_and_learns_as_one(
             tensors.append(weight.detach().clone().requires_grad_(learns))
             delattr(part := block.get_submodule(owner), last)
             HOLD[how](part, last, tensors[-1])
-        after = block(x, sharding=sharding)
+        with CHANGE[change](block.attention.q_proj):
+            after = block(x, sharding=sharding)
         assert torch.equal(after, before)
         if learns:
             found = torch.autograd.grad(after.square().sum(), tensors)

@@ -123,7 +123,12 @@ class ReplicatedLayer(nn.Module):
     def _others(self) -> dict[str, Tensor]:
         """Return the tensors by name that the layer reads as weights and that are no parameters."""
         parts: dict[str, nn.Module] = {"": self}
-        parts |= {f"{name}.": x for name, x in self._modules.items() if x and is_plain(x)}
+        parts |= {
+            f"{name}.": x
+            for name, x in self._modules.items()
+            # not the old `weight_norm`, whose hook makes a weight of other parameters
+            if type(x) is nn.Linear and x._parameters.keys() <= {"weight", "bias"}
+        }
         return {
             before + name: x
             for before, part in parts.items()
@@ -150,6 +155,9 @@ class ReplicatedLayer(nn.Module):
             key: weights[f"{name}.{key}"]
             for path, sub in part.named_modules()
             for key, _ in sub.named_parameters(path, recurse=False, remove_duplicate=False)
+        }
+        own |= {  # these may be no parameters
+            key: weights[path] for key in ("weight", "bias") if (path := f"{name}.{key}") in weights
         }
         out = cast("Tensor", functional_call(part, own, (x,), tie_weights=False))
         check_checkpoint(f"{type(self).__name__}.{name}", out, x, *own.values())

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import sp_core as sp
+from sp_core.nn.gradients import reduce_gradients
 
 FSDP = Path(__file__).parents[2] / "examples" / "fsdp.py"
 
@@ -129,6 +131,59 @@ def test_gradients_under_fsdp2_beside_a_ring_are_those_of_one_process() -> None:
             found.append([getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in grads])
     for alone, sharded in zip(*found, strict=True):
         torch.testing.assert_close(sharded, alone)
+
+
+class Blocks(nn.Module):
+    """A layer of torch before one that sums its gradients over the ranks of a sequence."""
+
+    def __init__(self, comm: sp.Communicator, sharding: sp.Sharding) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.embedding = nn.Embedding(8, 4)
+        self.block = sp.TransformerBlock(4, 2, comm=comm)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map this rank's tokens (B, S/P) to outputs (B, S/P, 4)."""
+        out: torch.Tensor = self.block(self.embedding(tokens), sharding=self.sharding)
+        return out
+
+
+def backward_under_ddp(model: Blocks, tokens: torch.Tensor, mesh: sp.Mesh) -> list[Any]:
+    """Return the gradients, by the recipe of the how-to page."""
+    replica = DistributedDataParallel(model, device_mesh=mesh.to_device_mesh()["dp"])
+    (replica(tokens).square().sum() * mesh["dp"].size).backward()
+    reduce_gradients(replica.module.embedding.parameters(), data=mesh["ring"])
+    return [weight.grad for weight in model.parameters()]
+
+
+def backward_under_fsdp(model: Blocks, tokens: torch.Tensor, mesh: sp.Mesh) -> list[Any]:
+    """Return the gradients, by the recipe of the how-to page."""
+    fully_shard(model, mesh=mesh.to_device_mesh()["dp"])
+    (model(tokens).square().sum() * mesh["dp"].size).backward()
+    shards: list[Any] = [weight.grad for weight in model.parameters()]
+    own = shards[0].to_local()
+    own.copy_(sp.all_reduce(own, comm=mesh["ring"]))
+    return [shard.full_tensor() for shard in shards]
+
+
+@pytest.mark.parametrize("backward", [backward_under_ddp, backward_under_fsdp])
+def test_gradients_of_layers_under_data_parallelism_are_those_of_one_process(backward: Any) -> None:
+    """DDP or FSDP sums over the replicas, a block over the ring, and the program the rest."""
+    size, tokens = distributed.get_world_size(), torch.arange(48).square().remainder(8).view(2, 24)
+    dp = 2 - size % 2
+    with sp.Mesh(None, dp=dp, ring=size // dp) as mesh:
+        found = []
+        for ring, rows in ((mesh[()], tokens), (mesh["ring"], tokens[mesh["dp"].rank :: dp])):
+            sharding = sp.Sharding.zigzag(seq_len=24, size=ring.size)
+            torch.manual_seed(2)  # the same weights on every rank
+            model = Blocks(ring, sharding).double()
+            mine = sharding.shard(rows, ring.rank, 1)
+            if ring is mesh["ring"]:
+                found.append(backward(model, mine, mesh))
+            else:
+                model(mine).square().sum().backward()
+                found.append([weight.grad for weight in model.parameters()])
+    torch.testing.assert_close(*found)
 
 
 def test_the_example_learns() -> None:
