@@ -275,8 +275,7 @@ class Travel:
             (step, rank that owns the block, (k, v)). None stands for (k, v) if this rank does not
             receive the block.
         """
-        goes_on = self.goes_on(self.comm.rank, 0)
-        present = torch.stack((k[:, self.shown], v[:, self.shown])) if goes_on else None
+        present: Tensor | None = torch.stack((k[:, self.shown], v[:, self.shown]))
         # contiguous on every rank, so that the kernels round alike
         held: Block | None = (k.contiguous(), v.contiguous())
         for step in range(self.last + 1):

@@ -39,6 +39,11 @@ RESULTS: dict[str, tuple[type[Exception], str, Callable[[Tensor, Tensor], Any]]]
     ),
     "another layout": (sp.ShapeError, ", 12, ", lambda out, lse: (out, lse.mT)),
     "another dtype": (sp.DtypeError, "float64", lambda out, lse: (out.double(), lse)),
+    "a sparse lse": (
+        sp.ShapeError,
+        "lse of inner has layout",
+        lambda out, lse: (out, lse.to_sparse()),
+    ),
     "an error": (ValueError, "no heads", lambda out, lse: int("no heads")),
 }
 """Wrong results of a user's attention: the expected error, a part of its text, and the change."""
