@@ -10,7 +10,7 @@ from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -116,7 +116,7 @@ def test_the_speed_of_attention_is_its_operations_over_the_shortest_of_four_time
     attention = Mock()
     monkeypatch.setattr(projection, "local_attention", attention)
     assert projection.timed_flops(head_dim=2) == 2 * 1024**2 * 4 * 2 / 0.5
-    assert [{x.shape for x in call.args} for call in attention.mock_calls] == [
+    assert [{x.shape for x in each.args} for each in attention.mock_calls] == [
         {(1, 1024, 4, 2)}
     ] * 4
 
@@ -184,10 +184,11 @@ def test_a_figure_of_this_machine_is_told_unless_it_was_given(
     curve = Curve(((1, 1e-6),))
     here = Tuning(fingerprint(), (0, 0), {"node": curve}, curve, curve)
     save(here, default_path(here.fingerprint))
-    monkeypatch.setattr(projection, "timed_flops", lambda head_dim: 1e9)
+    monkeypatch.setattr(projection, "timed_flops", timed := Mock(return_value=1e9))
     figures = ["--flops", "1e-3", "--node-link", "100gbit,1us"] if given else []
     sizes = ["plan", "--seq", "65536", "--ranks", "64", "--heads", "32", "--ranks-per-node", "2"]
-    assert main([*sizes, "--link", "25gbit,10us", *figures]) == 0
+    assert main([*sizes, "--head-dim", "4096", "--link", "25gbit,10us", *figures]) == 0
+    assert timed.mock_calls == ([] if given else [call(1024)])  # wider heads would take longer
     told = re.findall(r"Assumed.* here.*\((--[a-z-]+)\)", capsys.readouterr().out)
     assert told == ([] if given else ["--flops", "--node-link"])
 

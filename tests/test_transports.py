@@ -58,6 +58,7 @@ def test_the_transport_of_messages_is_the_one_that_is_named(
     device = torch.device(kind)
     for found in run_threads(2, lambda comm: transport.make_transport(asked, comm, device)):
         assert (type(found), found.name) == (made, name)
+        assert isinstance(getattr(found, "_host", found), HostTransport)
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "shift"])
