@@ -321,6 +321,19 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
                 check_attention(name, functools.partial(scheme, comm=mesh["sp"]), PLAIN, mesh["sp"])
 
 
+def test_memory_leaves_no_file_in_a_program_without_standard_input() -> None:
+    """There the descriptor of a new file is 0."""
+    kept = os.dup(0)
+    os.close(0)
+    try:
+        run_threads(1, lambda comm: shared.share(comm, shared.HOST, 8))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(0)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+
+
 def test_memory_that_a_container_does_not_have_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
