@@ -243,7 +243,7 @@ def test_the_working_directory_and_a_mount_point_are_not_replaced(
     comm: Any, tmp_path: Path
 ) -> None:
     for name in ("working", "mounted"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
         with (
             contextlib.chdir(tmp_path / "working"),
             mesh_of(comm, 0) as mesh,
