@@ -384,17 +384,17 @@ TABLE = {name: x for name, x in SCALINGS.items() if x and "rope_type" in x and l
 def test_the_frequencies_and_the_length_are_those_of_the_scaling(
     name: str, head_dim: int, base: float
 ) -> None:
-    scaling: dict[str, Any] = TABLE[name]
-    made = sp.Rope(head_dim, base, scaling)
-    wanted = reference.llama_frequencies(head_dim, base, scaling)
-    torch.testing.assert_close(
-        made.frequencies, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=0
-    )
+    made = sp.Rope(head_dim, base, scaling := TABLE[name])
+    exact = torch.tensor(reference.llama_frequencies(head_dim, base, scaling), dtype=torch.float64)
+    torch.testing.assert_close(made.frequencies, exact, rtol=1e-12, atol=0)
     assert made.amplitude == pytest.approx(reference.llama_amplitude(scaling), rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_are_rotated_in_float32(dtype: torch.dtype) -> None:
+def test_half_types_are_rotated_in_float32_by_angles_of_float64(dtype: torch.dtype) -> None:
     x, rope = torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(0)), sp.Rope(8)
     wanted = rope.apply(x.to(dtype).float(), range(9)).to(dtype)
     assert torch.equal(rope.apply(x.to(dtype), range(9)), wanted)
+    far = (1 << 25) + 1  # no float32
+    turned = rope.apply(torch.ones(1, 1, 1, 8), [far])[0, 0, 0, 0].item()
+    assert turned == pytest.approx(math.cos(far) - math.sin(far), abs=1e-6)
