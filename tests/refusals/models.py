@@ -22,9 +22,15 @@ NONE: Any = None
 
 
 def reduced(
-    mesh: sp.Mesh, *, without: bool = False, shape: tuple[int, ...] = (4, 2), sparse: bool = False
+    mesh: sp.Mesh,
+    *,
+    without: bool = False,
+    shape: tuple[int, ...] = (4, 2),
+    sparse: bool = False,
+    wide: bool = False,
 ) -> None:
-    parameters = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))]
+    dtype = torch.float64 if wide else torch.float32
+    parameters = [nn.Parameter(torch.ones(4, 2, dtype=dtype)), nn.Parameter(torch.ones(4, 2))]
     parameters[1].grad = torch.ones(4, 2).to_sparse() if sparse else None
     for parameter in parameters[without:]:
         place(parameter, Placement.replicated(shape, mesh["ulysses"].size, partial=True))
@@ -290,6 +296,11 @@ ON_ONE_RANK: Table = {
             sp.ShapeError,
             "a gradient has layout torch.sparse_coo",
             lambda mesh, here: reduced(mesh, sparse=here),
+        ),
+        "a gradient of another dtype": (
+            sp.CollectiveMismatch,
+            "number 0 (4, 2) torch.float64",
+            lambda mesh, here: reduced(mesh, wide=here),
         ),
         "gradients of the other weight": (
             sp.CollectiveMismatch,
