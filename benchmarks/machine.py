@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.worker import Intracomm
-from sp_core.machine import cores, cpu_model, node_cores
+from sp_core.machine import affinity, cores, cpu_model, node_cores
 
 if TYPE_CHECKING:
     import torch
@@ -118,12 +118,11 @@ def is_crowded(world: Intracomm, threads: int) -> bool:
     """
     from mpi4py import MPI
 
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(node_cores())
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    told = node.allgather((threads, set(own)))
+    told = node.allgather((threads, {*affinity()}))
     node.Free()
-    usable = min(len(set().union(*(cores for _, cores in told))), node_cores())
-    crowded = sum(threads for threads, _ in told) > usable
+    usable = min(len(set().union(*(bound for _, bound in told))), node_cores())
+    crowded = sum(count for count, _ in told) > usable
     return bool(world.allreduce(crowded, op=MPI.LOR))
 
 
@@ -150,11 +149,11 @@ def _gpu_readings(device: torch.device) -> dict[str, Any]:
 
     # its index counts only the GPUs that this process may use
     answer = _nvidia_smi([*ASKED.values()], "-i", f"GPU-{uuid_of(device)}")
-    if not answer:
+    driver, *numbers = (part.strip() for part in answer.partition("\n")[0].split(","))
+    if len(numbers) != len(ASKED) - 1:  # as in "No devices were found"
         return {}
-    driver, *numbers = (part.strip() for part in answer.splitlines()[0].split(","))
     known = [float(x) if x.replace(".", "", 1).isdigit() else None for x in numbers]  # "[N/A]"
-    return dict(zip(ASKED, (driver, *known), strict=False))
+    return dict(zip(ASKED, (driver, *known), strict=True))
 
 
 def gpus() -> str:

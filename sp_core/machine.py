@@ -6,7 +6,7 @@ import platform
 import re
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,9 +17,14 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 def cores() -> int:
     """Return how many cores this process may use, by CPU affinity and by containers' quotas."""
-    if not hasattr(os, "sched_getaffinity"):
-        return node_cores()
-    return _within_quota(len(os.sched_getaffinity(0)))
+    return _within_quota(len(affinity()))
+
+
+def affinity() -> Collection[int]:
+    """Return the numbers of the cores on which this process may run; all where it has no limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
 
 
 def node_cores() -> int:

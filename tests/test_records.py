@@ -271,12 +271,19 @@ def test_a_node_is_oversubscribed_by_the_threads_of_its_ranks_on_the_cores_of_al
 
 
 @pytest.mark.parametrize(("gpus", "count"), [("ab", 2), ("bb", 1)])
+@pytest.mark.parametrize(
+    ("said", "readings"),
+    [
+        ("550.1, 1980, 40, 350.5", ["550.1", 1980, 40, 350.5]),
+        ("No devices were found", [None] * 4),
+    ],
+)
 def test_a_record_counts_gpus_by_their_uuids_and_has_readings_of_the_one_that_is_used(
-    gpus: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str, readings: list[Any], gpus: str, count: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Every node has a GPU 0. A process may see some only, in another order than nvidia-smi."""
     script = tmp_path / "nvidia-smi"
-    script.write_text('#!/bin/sh\ncase "$*" in *"-i GPU-b") echo 550.1, 1980, 40, 350.5;; esac\n')
+    script.write_text(f'#!/bin/sh\ncase "$*" in *"-i GPU-b") echo "{said}";; esac\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="b"))
@@ -285,4 +292,4 @@ def test_a_record_counts_gpus_by_their_uuids_and_has_readings_of_the_one_that_is
     found = machine.facts(world, torch.device("cuda", 0), "ipc")
     world.allgather.assert_called_once_with("b")
     assert (found["device"]["count"], found["transport"]["shared_gpu"]) == (count, count < 2)
-    assert [found["device"][name] for name in machine.ASKED] == ["550.1", 1980, 40, 350.5]
+    assert [found["device"][name] for name in machine.ASKED] == readings

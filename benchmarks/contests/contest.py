@@ -235,7 +235,7 @@ def machine(device: str) -> str:
     mpi = ""
     with suppress(FileNotFoundError):
         mpi = mpiexec_version()
-    return fingerprint(environment(), {"name": device != "cpu" and gpus()}, {"mpi": mpi})
+    return fingerprint(environment(), {"name": None if device == "cpu" else gpus()}, {"mpi": mpi})
 
 
 def begun(path: Path, fresh: Record) -> Record:

@@ -195,9 +195,8 @@ class Ranks:
         """
         if settings.method != "signal":
             return None
-        self._session.notes["pytest-timeout sets no limit here; pass --timeout-method=thread"] = (
-            None
-        )
+        note = "pytest-timeout sets no limit here; pass --timeout-method=thread"
+        self._session.notes[note] = None
         return True
 
     def _everyone(self, point: str, mine: Any) -> list[Any]:
