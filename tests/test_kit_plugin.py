@@ -4,6 +4,7 @@ import math
 import os
 import random
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import HealthCheck, settings
+from studies.commands import outside, printed
 
 from sp_core.testing import plugin, session
 from sp_core.testing.outcome import failure_class
@@ -240,6 +242,14 @@ def test_the_summary_is_told_where_the_kit_was_used(
         lines.insert(1, f"seed: {seed} (again with {shlex.quote(f'--hypothesis-seed={seed}')})")
     expected = [call.section("sp_core.testing"), *(call.write_line(line) for line in lines)]
     assert terminal.mock_calls == (expected if tally.tests or notes else [])
+
+
+@pytest.mark.parametrize("module", ["plugin", "shrink_crash"])
+def test_the_oldest_pytest_suffices(module: str, tmp_path: Path) -> None:
+    """It has no name for the type of the terminal's reporter."""
+    program = "import pytest; vars(pytest).pop('TerminalReporter', 0); "
+    program += f"import sp_core.testing.{module}"
+    assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, "")
 
 
 def test_a_worker_that_has_crashed_has_no_counts(current: Session) -> None:

@@ -191,7 +191,7 @@ def _worst(config: pytest.Config) -> Iterator[tuple[str, bool]]:
 
 
 def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    terminalreporter: "pytest.TerminalReporter", config: pytest.Config
 ) -> None:
     """Write to the terminal how many tests and examples ran, the seed, notes, and error ratios.
 

@@ -176,7 +176,7 @@ class Jobs:
             self._job.close()
             self._job = None
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
         """Write how many launches were started, and how many of them were lost."""
         terminalreporter.write_line(
             f"{self.launches} launches of {self.ranks} ranks, {self.lost} of them lost"
