@@ -3,6 +3,7 @@
 import errno
 import functools
 import os
+import resource
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -369,3 +370,13 @@ def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(HostMemory, "allocate", small)
     run_threads(3, body)
+
+
+def test_the_reason_why_the_system_makes_no_memory_is_told() -> None:
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, usual[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            shared.HOST.allocate(8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)

@@ -313,7 +313,7 @@ def test_a_rank_that_leaves_ends_the_waits_of_others(
 
 
 class Without:
-    """Stand in for the module `os` of a system on which a call fails, on one rank or on all."""
+    """Stand in for `os` or the C library. A call fails there, on one rank or on all."""
 
     def __init__(self, name: str, rank: int | None = None) -> None:
         self._lacking, self._rank = name, rank
@@ -327,6 +327,17 @@ class Without:
         if name == "memfd_create":
             raise AttributeError(name)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_pythons_of_conda_and_uv_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lack `os.memfd_create`."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+            assert mesh["sp"].window is not None
+
+    run_threads(2, body)
 
 
 def misread(file: int, nbytes: int) -> torch.Tensor:
@@ -343,7 +354,7 @@ WITHOUT: dict[str, Any] = {
     "on 2 machines, or in containers": ("os", Without("readlink", rank=1)),
     "rank 1 cannot map .* No space left": ("os", Without("open", rank=1)),
     "another order": ("ORDERED", ()),
-    "rank 0 cannot allocate .* memfd_create": ("os", Without("memfd_create")),
+    "rank 0 cannot allocate .* memfd_create": ("_LIBC", Without("memfd_create")),
     "rank 2 cannot allocate .* No space left": ("os", Without("posix_fallocate", rank=2)),
 }
 

@@ -11,6 +11,7 @@ any more, so a tensor may outlive its communicator. `MPI_Win_allocate_shared` is
 memory is freed by a collective call, and its segments are files in /dev/shm.
 """
 
+import ctypes
 import errno
 import math
 import mmap
@@ -93,7 +94,8 @@ class HostMemory:
         if nbytes > memory():
             # the system would take all memory for the first pages, and then end this process
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        file = os.memfd_create("sp_core")
+        if (file := _LIBC.memfd_create(b"sp_core", _MFD_CLOEXEC)) < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         try:
             self._extend(file, nbytes)
             x = _mapped(file, nbytes)
@@ -170,6 +172,8 @@ class GrowingMemory(HostMemory):
 
 REFUSALS = OSError, RuntimeError  # of the system and the CUDA runtime; of torch on a full GPU
 _DONE = Done()
+# Pythons of conda and uv lack `os.memfd_create`
+_LIBC, _MFD_CLOEXEC = ctypes.CDLL(None, use_errno=True), 1
 HOST, GROWING = HostMemory(), GrowingMemory()
 
 
