@@ -3,10 +3,13 @@
 `nox -s workflows` has zizmor check rights, triggers, pinned actions and injected expressions.
 """
 
+import inspect
 import re
+import tomllib
 from unittest.mock import Mock
 
 import pytest
+import torch
 from studies.commands import ROOT
 from test_ci_scripts import noxfile
 
@@ -161,3 +164,12 @@ def test_the_oldest_and_the_newest_python_are_tested() -> None:
     (tested,) = re.findall(r"^ *python: \[(.*?)\]", WORKFLOWS["ci.yml"], re.MULTILINE)
     first, _ = tested.split(", ")
     assert first == f'"{oldest}"'
+
+
+def test_warnings_of_torch_under_every_python_are_no_errors() -> None:
+    """Some of its functions use `torch.jit.script`, whose text depends on Python's version."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    (known,) = (one.split(":")[1] for one in options["filterwarnings"] if "jit" in one)
+    warned = re.findall(r'"(`torch.jit.script` is .*)"', inspect.getsource(torch.jit.script))
+    assert len(warned) == 2
+    assert [text for text in warned if not re.match(known, text)] == []
