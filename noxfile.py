@@ -364,14 +364,14 @@ def _prepare(session: nox.Session, mpi: str, *packages: str, others: tuple[str, 
     existing = [name for name in (mpi, *MPIS) if HELPED and (homes[name] / "bin").exists()]
     home = homes[existing[0] if existing else mpi]
     python = str(home / "bin" / "python")
-    session.env.update(_variables(mpi))
+    session.env.update(_variables(mpi), PYTHONPATH=str(ROOT / "tests"))  # its programs are modules
     session.env["PATH"] = os.pathsep.join((str(home / "bin"), os.environ["PATH"]))
-    session.env["PYTHONPATH"] = str(ROOT / "tests")  # programs of the tests are modules there
     session.env["PYTHONDONTWRITEBYTECODE"] = ""  # a session starts hundreds of processes
     if existing:
         return python
-    if not home.exists():
-        session.run_install(sys.executable, "-m", "venv", str(home))
+    programs = [home / "bin" / f"{name}3.{sys.version_info.minor}" for name in ("python", "pip")]
+    if not all(map(Path.exists, programs)):  # another Python made it, or it is not whole
+        session.run_install(sys.executable, "-m", "venv", "--clear", str(home))
     # Python compiles what it imports; compiling all of torch would take 20 s
     pip = (python, "-m", "pip", "install", "--quiet", "--no-compile", "-c")
     session.run_install(*pip, _constraints(session, python), "-e", ".[test,bench]", *packages, mpi)

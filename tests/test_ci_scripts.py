@@ -235,6 +235,30 @@ def test_torch_is_borrowed_from_the_python_of_the_caller(
 
 
 @pytest.mark.parametrize(
+    ("programs", "is_made"),
+    [
+        ("python{0} pip{0}", False),
+        ("", True),
+        ("python{0}", True),
+        ("pip{0}", True),
+        ("python3.0 pip3.0", True),
+    ],
+    ids=["whole", "absent", "without pip", "Python was removed", "another Python"],
+)
+def test_an_environment_that_does_not_fit_is_made_anew(
+    programs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_made: bool
+) -> None:
+    home = tmp_path / "tests-mpi-openmpi"
+    (home / "bin").mkdir(parents=True)
+    for name in programs.format(f"3.{sys.version_info.minor}").split():
+        (home / "bin" / name).touch()
+    session = Mock(cache_dir=tmp_path / "cache", env={})
+    noxfile(monkeypatch)["_prepare"](session, "openmpi")
+    made = [call.args[1:] for call in session.run_install.mock_calls if "venv" in call.args]
+    assert made == ([("-m", "venv", "--clear", str(home))] if is_made else [])
+
+
+@pytest.mark.parametrize(
     ("arguments", "runs"),
     [
         ("", 2),
