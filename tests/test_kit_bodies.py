@@ -156,6 +156,17 @@ def test_decorators_of_hypothesis_are_refused_where_nothing_is_drawn(decorator: 
     assert not ran
 
 
+def test_names_in_annotations_may_be_unknown() -> None:
+    """From Python 3.14 on a function evaluates them when they are asked for."""
+
+    class OfTypeChecker: ...
+
+    def body(comm: OfTypeChecker) -> None: ...
+
+    del OfTypeChecker
+    spmd(1)(body)()
+
+
 def test_a_body_that_returns_a_result_fails() -> None:
     def body(comm: Any, n: int) -> Any:
         return n == 25

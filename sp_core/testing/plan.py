@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import pickle
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,13 @@ from sp_core.testing import profiles, session
 from sp_core.testing.carriers import patiently
 from sp_core.testing.outcome import Kind, Outcome, shown
 from sp_core.testing.session import Remarks, keep_largest
+
+if sys.version_info >= (3, 14):  # annotations may have names that only a type checker knows
+    import annotationlib
+
+    _signature = functools.partial(inspect.signature, annotation_format=annotationlib.Format.STRING)
+else:
+    _signature = inspect.signature
 
 __tracebackhide__ = True  # pytest shows no frames of this file
 _SEED, _SETTINGS = "_hypothesis_internal_use_seed", "_hypothesis_internal_use_settings"
@@ -158,7 +166,7 @@ def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Si
             f"{body.__qualname__} is `async` or has a `yield`, so that a call would not run it. "
             "Write a function with neither."
         )
-    parameters = list(inspect.signature(body).parameters.values())
+    parameters = list(_signature(body).parameters.values())
     instance = [p for p in parameters[:1] if p.name == "self"]
     rest = parameters[len(instance) :]
     missing = sorted({*drawn} - {p.name for p in rest[1:]})
