@@ -171,8 +171,14 @@ PURELIB, STDLIB = (sysconfig.get_paths()[name] for name in ("purelib", "stdlib")
 OWNERS = {
     "kit": [f"{KIT[0]}watch.py", f"{KIT[1]}given.py"],
     "library": [f"{LIBRARY}/mesh.py", f"{LIBRARY}/testing_more.py"],
-    "foreign": [f"{STDLIB}/runpy.py", f"{PURELIB}/x.py", "<string>", "MPI.src/a.pyx", "a.pxi"],
-    "test": ["/some/test.py", "test.py", f"{LIBRARY}_more/mesh.py", f"{LIBRARY}.py"],
+    "foreign": [
+        *(f"{STDLIB}/runpy.py", f"{PURELIB}/x.py", "<string>", "MPI.src/a.pyx", "a.pxi"),
+        *("/other/lib/python3/dist-packages/x.py", "/.local/site-packages/a/x.py"),
+    ],
+    "test": [
+        *("/some/test.py", "test.py", f"{LIBRARY}_more/mesh.py", f"{LIBRARY}.py"),
+        *("/some/site-packages.py", "/my-site-packages/x.py"),
+    ],
 }
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 LIBRARY = Path(__file__).parent.parent
 KIT = tuple(f"{LIBRARY / name}{os.sep}" for name in ("launch", "testing"))
-_FOREIGN = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_STDLIB, _PACKAGES = sysconfig.get_path("stdlib"), {"site-packages", "dist-packages"}
 RUN_DIR, HOST = "SP_RUN_DIR", "SP_RUN_HOST"
 STACKS = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 """The signal at which a rank writes its stacks. Programs have handlers of their own for SIGUSR1."""
@@ -339,8 +339,9 @@ def owner(filename: str) -> str:
         return "kit"
     if path.startswith(f"{LIBRARY}{os.sep}"):
         return "library"
-    foreign = path.startswith(_FOREIGN) or filename.startswith("<")
-    return "foreign" if foreign or filename.endswith((".pxi", ".pyx")) else "test"
+    foreign = path.startswith(_STDLIB) or not _PACKAGES.isdisjoint(path.split(os.sep))
+    foreign = foreign or filename.startswith("<") or filename.endswith((".pxi", ".pyx"))
+    return "foreign" if foreign else "test"
 
 
 @functools.lru_cache(1024)
