@@ -13,7 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -350,6 +350,15 @@ def test_a_program_runs_to_its_end_as_without_the_launcher(
     assert printed(watched, tmp_path, env, 60) == alone
     assert "one -c\n" in alone[1]
     assert alone[1].endswith("True\nTrue\n")
+
+
+@pytest.mark.parametrize("version", [(3, 13), (3, 14)])
+def test_indented_text_after_c_is_read_as_by_python(
+    version: tuple[int, int], said: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", version)
+    with nullcontext() if version >= (3, 14) else pytest.raises(IndentationError):
+        watch.run_program(["-c", "\n  import sys\n  if sys:\n    x = 1\n"])
 
 
 @pytest.mark.parametrize("listens", [True, False])

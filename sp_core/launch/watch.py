@@ -24,6 +24,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
+import textwrap
 import traceback
 import types
 from collections.abc import Iterator
@@ -302,7 +303,8 @@ def run_program(arguments: list[str]) -> None:
 def _code_of(kind: str, rest: list[str], main: types.ModuleType) -> Any:
     """Return the code of a file, or of the text after `-c`; name the file in the module `main`."""
     if kind == "-c":
-        return compile(rest[0], "<string>", "exec", dont_inherit=True)
+        lines = textwrap.dedent(rest[0]) if sys.version_info >= (3, 14) else rest[0]
+        return compile(lines, "<string>", "exec", dont_inherit=True)
     main.__file__ = os.path.abspath(kind)
     text = Path(kind).read_bytes()
     code = pkgutil.read_code(io.BytesIO(text))  # None if the file is not compiled
