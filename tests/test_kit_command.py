@@ -82,6 +82,7 @@ def test_only_mpiexec_of_open_mpi_is_told_to_pass_on_parts_of_lines(
             for flags in ("-u -X dev -W error", "-uX dev", "-Werror -i", "-iuXdev -Wm")
         ),
         ("python3 -c pass", "PYTHON WATCH -c pass"),
+        ("python3.14t -c pass", "python3.14t WATCH -c pass"),
         ("python -cpass -um", "PYTHON WATCH -c pass -um"),
         ("python -um a -um", "PYTHON -u WATCH -m a -um"),
         ("python -uma -W", "PYTHON -u WATCH -m a -W"),
@@ -107,6 +108,7 @@ def test_python_programs_are_watched(command: str, expected: str) -> None:
         ("#!/usr/bin/env python", "PYTHON WATCH SCRIPT -c"),
         ("#!/usr/bin/env -S /opt/python3.11 -u", "/opt/python3.11 -u WATCH SCRIPT -c"),
         ("#!/opt/bin/python3", "/opt/bin/python3 WATCH SCRIPT -c"),
+        ("#!/opt/python3.14t", "/opt/python3.14t WATCH SCRIPT -c"),
         ("#!/bin/sh", "NAME -c"),
         ("python", "NAME -c"),
         ("#!/opt/pythonic", "NAME -c"),

@@ -36,7 +36,7 @@ MPICH's mpiexec does not end ranks that have not called MPI_Init.
 """
 _OPTION = re.compile(r"-(?=.)([bBdEiIOPqRsSuv]*)(?:([cmWX])(.*))?", re.DOTALL)
 """Options of Python: flags, then perhaps a letter whose value is here or in the next word."""
-_FIRST_LINE = re.compile(r"#!\s*(?:\S*/env\s+(?:-S\s+)?)?((?:\S*/)?python[\d.]*)(\s.*)?")
+_FIRST_LINE = re.compile(r"#!\s*(?:\S*/env\s+(?:-S\s+)?)?((?:\S*/)?python[\d.]*t?)(\s.*)?")
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "MPI4PY_RC_FAST_REDUCE": "false",
@@ -144,7 +144,7 @@ def watched(command: Sequence[str]) -> list[str]:
     whose first line names Python. Any other command is returned as it is.
     """
     program, *rest = command
-    if not re.fullmatch(r"python[\d.]*", Path(program).name):
+    if not re.fullmatch(r"python[\d.]*t?", Path(program).name):
         path = shutil.which(program)
         named = _python_of(Path(path)) if path else []
         return watched([*named, str(path), *rest]) if named else list(command)
