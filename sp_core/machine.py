@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import socket
+import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,19 @@ from pathlib import Path
 _CGROUPS, _CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def require_linux() -> None:
+    """Refuse other systems, which lack the calls that tell how a process ends.
+
+    Raises:
+        OSError: this system is not Linux.
+    """
+    if sys.platform != "linux":
+        raise OSError(
+            f"sp_core needs Linux, and this system is {sys.platform}. Use a Linux machine or a "
+            "container."
+        )
 
 
 def cores() -> int:

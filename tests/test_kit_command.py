@@ -4,7 +4,9 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +17,7 @@ from studies.commands import ROOT, outside, printed
 from sp_core.launch import command as command_module, watch as watch_module
 from sp_core.launch.bounded import LAUNCH_PROBLEMS
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, SESSION_DIR, SESSION_DIR_HERE, environment
+from sp_core.transport.groups import GroupComm
 
 POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 OLD_POLICY = "OMPI_MCA_rmaps_base_oversubscribe"
@@ -152,6 +155,22 @@ def test_a_launch_that_cannot_be_is_refused(
         command_module.main([*arguments, "--", "true"])
     assert end.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda: command_module.Launch(1, ["true"], [], Path("/nowhere")),
+        lambda: GroupComm(None, "of torchrun", 0, 1, timedelta(seconds=1)),
+    ],
+)
+def test_other_systems_are_refused(
+    begin: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lack the calls by which a launch, and a rank of torchrun, see that a rank has died."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OSError, match="sp_core needs Linux, and this system is darwin"):
+        begin()
 
 
 @pytest.mark.mpi_skip

@@ -324,7 +324,7 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
     Raises:
         ValueError: there is to be no rank, or no time.
         FileNotFoundError: there is no mpiexec, or the command is a script that cannot be run.
-        OSError: temporary files cannot be made.
+        OSError: temporary files cannot be made, or this system is not Linux.
     """
     if ranks < 1 or not timeout > 0:
         raise ValueError(

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from sp_core.launch.watch import ENDED, FAILED, RUN_DIR, STACKS, STARTED, file_of, owner
+from sp_core.machine import require_linux
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 DUMP_SECONDS = 2.0
@@ -43,11 +44,15 @@ class Deaths:
             program it was last.
         ranks: number of ranks.
 
+    Raises:
+        OSError: this system is not Linux.
+
     Attributes:
         dead: cause of death, by rank.
     """
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
+        require_linux()
         self.ranks = ranks
         self._dir = run_dir
         self._watched: dict[int, int] = {}  # rank: process id

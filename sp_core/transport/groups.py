@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from sp_core.errors import LEFT, PeerFailed, RankError, short_text
 from sp_core.launch.deaths import stat
+from sp_core.machine import require_linux
 from sp_core.observer import Observer
 from sp_core.transport.base import Intracomm, Transfer, wait
 from sp_core.transport.distributed import DistributedTransport, is_complete
@@ -56,12 +57,14 @@ class GroupComm(Observer):
         world_rank: the caller's rank in the default group of torch.distributed.
 
     Raises:
+        OSError: this system is not Linux.
         PeerFailed: the ranks cannot connect within the limit.
     """
 
     world_rank: int
 
     def __init__(self, store: Any, name: str, rank: int, size: int, limit: timedelta) -> None:
+        require_linux()
         self._store, self._name, self._limit = store, name, limit
         self.rank, self.size, self._children = rank, size, itertools.count()
         self._next_look, self._asks, self._near = 0.0, True, dict[int, int]()
