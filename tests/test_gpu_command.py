@@ -43,7 +43,7 @@ def test_the_gpu_command_says_what_is_missing(
 
 GPU_PYTHON = """#!/bin/sh
 case "$*" in
-    "-c import torch"*) echo True ;;
+    "-c import torch"*) echo "True $0 ${TORCH:-}" ;;
     "-c "*) echo "$0-site"; mkdir -p "$0-site" ;;
     "-m venv"*)
         for folder; do :; done
@@ -94,6 +94,22 @@ def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str])
     assert "./tests-ipc.log" in rest
     (peers,) = (line for line in rest if "benchmarks peers" in line)
     assert "--dtype float32,bfloat16 --launches 4 --samples 12 --device cuda --ranks 1,2,4" in peers
+
+
+def test_the_gpu_command_makes_its_environment_again_for_another_python_torch_or_wheel(
+    gpu: dict[str, str], tmp_path: Path
+) -> None:
+    """An environment that SP_VENV names, with an empty file `complete`, is used as it is."""
+    other = shutil.copy(gpu["PYTHON"], tmp_path / "other")
+    for changed in ({}, {"PYTHON": str(other)}, {"TORCH": "2.13"}):
+        gpu.update(changed)
+        gpu_steps(gpu, "table")
+    Path(gpu["WHEELS"], "mpi4py-4-py3-none-any.whl").touch()
+    gpu_steps(gpu, "table")
+    gpu_steps(gpu, "table")
+    Path(gpu["SP_VENV"], "complete").write_text("")
+    gpu_steps(gpu, "table")
+    assert len([line for line in called(gpu) if " install " in line]) == 4
 
 
 def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str]) -> None:
@@ -180,13 +196,22 @@ def test_the_wheels_are_those_of_this_environment(
 ) -> None:
     """They have this environment's versions, for a given Python, without torch and its needs.
 
-    More than 64 MiB of wheels are an error.
+    More than 64 MiB of wheels are an error. Earlier wheels of the same packages are removed.
     """
-    made = Mock(return_value=subprocess.CompletedProcess((), 0))
+    new, kept = "lazy_loader-9-py3-none-any.whl", {"large.whl", "mine-1-py3-none-any.whl", "notes"}
+
+    def download(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        (tmp_path / new).touch()
+        return subprocess.CompletedProcess((), 0)
+
+    made = Mock(side_effect=download)
     monkeypatch.setattr(subprocess, "run", made)
     with (tmp_path / "large.whl").open("wb") as wheel:
         wheel.truncate(mebibytes << 20)
+    for name in (*kept, "lazy_loader-0-py3-none-any.whl", "mpi4py-4-cp39-cp39-linux_x86_64.whl"):
+        (tmp_path / name).touch()
     assert wheels.main([str(tmp_path)]) == code
+    assert {path.name for path in tmp_path.iterdir()} == {new, *kept}
     ((words,), _) = made.call_args
     assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
     pinned = dict(word.split("==") for word in words if "==" in word)

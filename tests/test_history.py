@@ -74,6 +74,14 @@ def test_outliers_and_short_series_are_no_changes(values: list[float]) -> None:
     assert changes(values) == []
 
 
+@pytest.mark.parametrize("places", [(0,), (10,), (30,), (5, 30)])
+def test_one_slow_run_or_two_hide_no_change(places: tuple[int, ...]) -> None:
+    values = noise(20, 0, 0.02) + [1.1 * value for value in noise(20, 1, 0.02)]
+    for place in places:
+        values[place] *= 2
+    assert [one.at for one in changes(values)] == [20]
+
+
 def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
     records = runs(3)
     again = [made.again(r, timing=made.timing(2, r.seconds * 3)) for r in records]

@@ -3,6 +3,7 @@
 Runs over ranks are compared with runs of one rank. The comparison finds all planted faults.
 """
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -122,16 +123,19 @@ def test_a_session_trains_alone_first_and_stops_if_that_fails(
         {"status": "ok", "runs": [{**one, "dtype": dtype, **more} for dtype in DTYPES]}
         for more in ({}, {"losses": [5.0, 4.0, 3.5]})
     )
-    run = Mock(side_effect=[{"status": "failed", "reason": "no"}, good, right, good, wrong])
+    run = Mock(side_effect=[{"status": "failed", "reason": "no"}, good, right, *[good, wrong] * 2])
     monkeypatch.setattr(launching, "run", run)
     options = ["--only", "dp2", "--ranks", "2", "--folder", str(tmp_path)]
     out = ["--out", str(tmp_path / "train.json")]
     planted = ["--plant", "a mean of the ranks' means"]
-    assert [train([*options, *more]) for more in (out, out, planted)] == [1, 0, 1]
+    kept = [*planted, "--out", str(tmp_path / "kept.json")]
+    assert [train([*options, *more]) for more in (out, out, planted, kept)] == [1, 0, 1, 1]
     places = [call.args[2]["place"] for call in run.call_args_list]
-    assert [place and place.name for place in places] == [None, None, "dp2", None, "dp2"]
+    assert [place and place.name for place in places] == [None, *[None, "dp2"] * 3]
     shown = capsys.readouterr().out
     assert "2 of 2 runs over several ranks have learned what one rank has; 150 steps" in shown
     assert "P = 2, dp2, float32: losses: " in shown
     # the first run's record was renamed
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 3 + [".png"] * 2
+    files = sorted((path.name.partition(".")[0], path.suffix) for path in tmp_path.iterdir())
+    made = product(("kept", "planted", "train"), (".json", ".png"))
+    assert files == sorted([*made, ("train", ".json")])

@@ -23,6 +23,7 @@ INSTALL = (
 )
 NOX = re.compile(r"""\.venv/bin/nox -s (?:"(\w+)\([^"]*\)"|(\w+))( -- [^&|;<>`(]*)?""")
 OURS = "sp-core/sp_core/.github/workflows/gpu-run.yml@main"
+OF_MAIN = "github.repository == 'sp-core/sp_core' && github.ref == 'refs/heads/main'"
 FORBIDDEN = ("issue_comment", "secrets.", "secrets:")
 
 
@@ -88,6 +89,7 @@ def test_only_the_writer_of_the_history_may_write_and_it_measures_nothing() -> N
     job = writers["bench-history.yml", "append"]
     assert called(job) == ["append_history"]
     assert "pull_request" not in WORKFLOWS["bench-history.yml"]
+    assert all(OF_MAIN in part for part in jobs(WORKFLOWS["bench-history.yml"]).values())
     assert naming("github.token") == ["bench-history.yml"]
 
 
@@ -116,7 +118,7 @@ def test_a_pull_request_is_compared_with_the_commit_that_it_was_merged_onto() ->
 def test_a_case_that_failed_costs_no_other_record_of_its_commit() -> None:
     record, append = jobs(WORKFLOWS["bench-history.yml"]).values()
     assert re.search(r"if: \${{ !cancelled\(\) }}.*\n *uses: actions/upload-artifact@", record)
-    ready = "if: ${{ !cancelled() && github.ref == 'refs/heads/main' }}"
+    ready = f"if: ${{{{ !cancelled() && {OF_MAIN} }}}}"
     assert f"    needs: record\n    {ready}\n" in append
 
 
@@ -153,6 +155,7 @@ def test_a_tag_of_another_version_is_not_built(tag: str, monkeypatch: pytest.Mon
 def test_gpu_runners_serve_no_pull_request_by_itself() -> None:
     assert naming("group: gpu\n") == ["gpu-run.yml"]
     asks = WORKFLOWS["gpu.yml"].partition("\njobs:")[0]
+    assert "SP_VENV: ${{ runner.temp }}/" in WORKFLOWS["gpu-run.yml"]  # of this job alone
     assert triggers(WORKFLOWS["gpu-run.yml"]) == ["workflow_call"]
     assert "pull_request" not in asks
     assert 'branches: [main, "pull-request/[0-9]+"]' in asks

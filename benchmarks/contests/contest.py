@@ -148,7 +148,8 @@ class Contest:
             document = begun(out, document)
         elif out.exists():
             written = datetime.fromtimestamp(out.stat().st_mtime, UTC)
-            out.replace(out.with_suffix(f".{written:%Y%m%dT%H%M%SZ}.json"))
+            for old in filter(Path.exists, (out, out.with_suffix(".png"))):
+                old.replace(old.with_suffix(f".{written:%Y%m%dT%H%M%SZ}{old.suffix}"))
         document = {"busy_before": busy_share(), "launches": [], **document}
         return self._run(entries, _finished(document), out)
 

@@ -41,7 +41,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
         UsageError: options that cannot be run.
     """
     setting, folder = Setting(steps=options.steps), options.folder.resolve()
-    if options.plant:
+    if options.plant and options.out == REPORTS / train.file:
         options.out = folder / "planted.json"
     job = {"setting": setting, "folder": str(folder), "fault": options.plant, "place": None}
     entries = [Entry(ALONE, len(DTYPES), job, needed=True)]
@@ -200,7 +200,8 @@ OPTIONS = {
     ),
     "--plant": about(
         choices=tuple(FAULTS),
-        help="train with this fault on all meshes: then the exit code must be 1",
+        help="train with this fault on all meshes: then the exit code must be 1 (default of --out: "
+        "planted.json in --folder)",
     ),
     "--folder": about(
         type=Path,
