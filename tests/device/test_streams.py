@@ -113,8 +113,9 @@ def test_what_a_started_extremum_receives_stays_until_the_waiting_stream_has_rea
     comm: Any, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host frees it while the copy is queued. Here x has no NaN, whose marks need the host."""
+    compare = torch.ne
     monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
-    monkeypatch.setattr(torch.Tensor, "__ne__", lambda self, _: self)
+    monkeypatch.setattr(torch, "ne", lambda a, b, out: compare(a, b, out=out) if a is b else out)
     first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
     with sp.Mesh(comm, device=LATE, transport="staged", sp=comm.size) as mesh:
         x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
@@ -124,6 +125,74 @@ def test_what_a_started_extremum_receives_stays_until_the_waiting_stream_has_rea
         first.synchronize()
         with on_stream(second):
             assert out.cpu().unique().tolist() == [{"max": 2.0, "min": 1.0}[op]]
+
+
+@spmd(2)
+def test_marks_of_nan_are_not_written_into_memory_that_was_freed(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The waiting stream has yet to write them when the host drops them. No call needs the host."""
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    compare, kept = torch.ne, list[torch.Tensor]()
+
+    def copied(a: torch.Tensor, b: Any, *, out: torch.Tensor) -> torch.Tensor:
+        if a is b:
+            return compare(a, b, out=out)
+        kept.append(a)  # else the first stream would wait for the second one to free it
+        return out.copy_(a)
+
+    monkeypatch.setattr(torch, "ne", copied)
+    monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
+    with sp.Mesh(comm, device=LATE, transport="staged", sp=comm.size) as mesh:
+        x = torch.full((4000,), torch.nan).to(LATE)
+        pending = sp.all_reduce_start(x, comm=mesh["sp"], op="max", algorithm="mpi")
+        with on_stream(second):
+            pending.wait()
+        first.synchronize()
+        fresh = [torch.zeros(4000, dtype=torch.bool, device=LATE) for _ in range(40)]
+        first.synchronize()
+        second.synchronize()
+        assert not any(x.cpu().any() for x in fresh)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@spmd(2)
+def test_what_the_root_of_a_started_broadcast_sends_stays_until_the_waiting_stream_has_read_it(
+    comm: Any, transport: str
+) -> None:
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
+        x = torch.full((4000,), 3.0).to(LATE)
+        first.synchronize()
+        pending = sp.broadcast_start(x * 2, comm=mesh["sp"], root=0, algorithm="mpi")
+        with on_stream(second):
+            out = pending.wait()
+        first.synchronize()  # freed memory is overwritten
+        with on_stream(second):
+            assert out.cpu().unique().tolist() == [6.0]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@spmd(2)
+def test_the_memory_of_a_plan_stays_until_the_stream_that_ran_it_has_read_it(
+    comm: Any, transport: str, rows: int, keeps: bool
+) -> None:
+    """The plan copies its input first: a single row as it is, several rows in pieces."""
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
+        x = torch.full((20, rows, 200), 3.0).to(LATE).movedim(0, 2)
+        dims = {"split_dim": 1, "concat_dim": 0}
+        plan = sp.plan("all_to_all", x, comm=mesh["sp"], **dims, algorithm="pairwise")
+        first.synchronize()
+        with on_stream(second):
+            out = plan.run()
+            out = out if keeps else out.clone()
+        del plan
+        first.synchronize()  # freed memory is overwritten
+        with on_stream(second):
+            assert out.cpu().unique().tolist() == [3.0]
 
 
 class Group:
