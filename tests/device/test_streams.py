@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -253,3 +253,17 @@ def test_what_is_copied_or_added_at_the_end_is_seen_by_the_stream_that_waits(way
         assert found.tolist() == [1] * 8
         torch.accelerator.synchronize(LATE)
         assert recv.cpu().tolist() == [1] * 8
+
+
+def test_float32_sums_stay_until_the_stream_that_made_them_has_rounded_them() -> None:
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    send = torch.ones(4000, device=LATE, dtype=torch.bfloat16)
+    recv = torch.empty_like(send)
+    one, fake = operation("all_reduce", 0, 1, (4000,), itemsize=2), cast("Any", Group())
+    run = OneDevice(fake, torch.accelerator.synchronize).prepare(one, send, recv)
+    with on_stream(second):
+        run()
+    del run
+    first.synchronize()  # freed memory is overwritten
+    with on_stream(second):
+        assert recv.cpu().unique().tolist() == [1]
