@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -61,7 +60,7 @@ class Prepared:
         """Fill `out`, once the transfer is complete, and return it."""
         self.finish()
         self.overwrite()
-        return self.out
+        return used(self.out)
 
 
 @dataclass(frozen=True)
@@ -241,11 +240,12 @@ class AllReduce(Map):
         moves = self.operation(x, (send.numel(),), reduction=self.op)
 
         def refresh() -> None:
-            send[0].copy_(x)
+            used(send)[0].copy_(x)
             torch.ne(x, x, out=send[1]).mul_(1 if self.op == "max" else -1)
 
         def finish() -> None:
-            out.copy_(used(recv)[0]).masked_fill_(torch.ne(recv[1], 0, out=is_nan), torch.nan)
+            marked = torch.ne(recv[1], 0, out=used(is_nan))
+            out.copy_(used(recv)[0]).masked_fill_(marked, torch.nan)
 
         refresh()
         return Prepared(moves, send.view(-1), recv.view(-1), out, refresh, finish)
@@ -260,7 +260,7 @@ class InPlace(AllReduce):
             flat = x.detach().view(-1)
             return Prepared(self.operation(x, (x.numel(),), reduction=self.op), flat, flat, x)
         prepared = super().prepare(x)
-        return replace(prepared, out=x, finish=lambda: x.detach().copy_(used(prepared.result())))
+        return replace(prepared, out=x, finish=lambda: x.detach().copy_(prepared.result()))
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ class Broadcast(Map):
         moves = self.operation(x, (x.numel(),), root=self.root)
         if self.comm.rank == self.root:
             (send, refresh), out = flattened(x), torch.empty_like(x)
-            return Prepared(moves, send, None, out, refresh, partial(out.copy_, x.detach()))
+            return Prepared(moves, send, None, out, refresh, lambda: out.copy_(used(x.detach())))
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Prepared(moves, None, out.view(-1), out)
 
@@ -372,17 +372,16 @@ def flattened(x: Tensor) -> tuple[Tensor, Work]:
     """
     vector = x.detach().resolve_neg().contiguous().view(-1)
     shared = vector.data_ptr() == x.data_ptr()
-    return vector, nothing if shared else partial(vector.view(x.shape).copy_, x.detach())
+    return vector, nothing if shared else lambda: used(vector).view(x.shape).copy_(x.detach())
 
 
 def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Work]:
     """Return (a new vector of all parts' elements, a call that copies these into it again)."""
     lengths = [part.numel() for part in parts]
     vector = parts[0].new_empty(sum(lengths))
-    places = vector.split(lengths)
 
     def refresh() -> None:
-        for place, part in zip(places, parts, strict=True):
+        for place, part in zip(used(vector).split(lengths), parts, strict=True):
             place.view(part.shape).copy_(part)
 
     refresh()

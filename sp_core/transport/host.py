@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sp_core.observer import observer_of
 from sp_core.programs import HALF, Operation
+from sp_core.scratch import used
 from sp_core.transport.base import Bound, Handle, Intracomm, Messages, Transfer, Transport, at_once
 
 MAX_COUNT = 2**30
@@ -253,7 +254,7 @@ def widened(
     if recv is None:
         return wide_send, None, before, ()
     wide_recv = torch.empty_like(recv, dtype=wide_send.dtype)
-    return wide_send, wide_recv, before, [partial(recv.copy_, wide_recv)]
+    return wide_send, wide_recv, before, [lambda: recv.copy_(used(wide_recv))]
 
 
 def are_equal(operation: Operation) -> bool:

@@ -242,7 +242,8 @@ FAULTS = {
     "a slot that others still read": Fault(put(window.Window, "__init__", _unheeding), "window"),
     "a copy of memory that was freed": Fault(in_window("copying", _unkept), "window"),
     "a message that nobody keeps": Fault(
-        put(window, "Transfer", lambda tests, keep: Transfer(tests)), "message"
+        put(window, "Transfer", lambda tests, _, after: Transfer(tests, after=after)),
+        "message",
     ),
     # A kernel is given rows that are not aligned.
     "no look at alignment": Fault(put(kernels, "aligned", as_it_is), "attention", MISALIGNED),

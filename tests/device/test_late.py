@@ -1,25 +1,17 @@
 """Test what the device `late` does, and what only streams and memory of a device can show."""
 
 import sys
-from collections.abc import Iterator
-from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from mpi4py import MPI
 
 import sp_core as sp
 from device.build import load
-from device.plugin import TRANSPORTS
 from sp_core.attention.cuda import on_device
 from sp_core.launch.bounded import bounded
-from sp_core.programs import operation
 from sp_core.testing import device, run_threads, spmd
-from sp_core.transport import Handle, cuda, on_stream
-from sp_core.transport.cuda_aware import DeviceTransport
-from sp_core.transport.distributed import DistributedTransport
+from sp_core.transport import cuda, on_stream
 
 LATE = torch.device("late", 0)
 POISON = 255
@@ -196,172 +188,6 @@ def test_an_error_about_shared_memory_advises_a_transport_of_the_device(
         pytest.raises(sp.RankError, match=r"empty_cache\(\).* transport='pipelined'"),
     ):
         sp.shared_empty((1 << 40,), comm=mesh["sp"])
-
-
-def three_streams() -> Iterator[list[torch.Stream]]:
-    """Yield every way to start, poll and wait on one of two streams."""
-    two = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
-    return map(list, product(two, repeat=3))
-
-
-@pytest.mark.parametrize(
-    ("transport", "op", "arguments"),
-    [
-        *(
-            (transport, op, {"algorithm": algorithm})
-            for transport in TRANSPORTS
-            for op, algorithm in (
-                *(("reduce_scatter", "ring"), ("all_gather", "bruck"), ("all_reduce", "mpi")),
-                *([("all_reduce", "window")] * (transport in ("ipc", "pinned"))),
-            )
-        ),
-        *((transport, "shift", {"offset": 0, "algorithm": "mpi"}) for transport in TRANSPORTS),
-    ],
-)
-@spmd(2)
-def test_a_stream_that_waits_sees_the_result_whichever_stream_polled(
-    comm: Any, transport: str, op: str, arguments: dict[str, Any]
-) -> None:
-    for begins, polls, waits in three_streams():
-        with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
-            group = mesh["sp"]
-            x = torch.full((1000,), float(comm.rank + 1), device=LATE)
-            torch.accelerator.synchronize(LATE)
-            with on_stream(begins):
-                pending = getattr(sp, f"{op}_start")(x, comm=group, **arguments)
-            with on_stream(polls):
-                while group._pending:
-                    group.poll()
-            with on_stream(waits):
-                found = (pending.wait() * 1).cpu()
-            torch.accelerator.synchronize(LATE)
-            assert torch.equal(found, pending.wait().cpu())
-            assert not found.isnan().any()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@spmd(2)
-def test_scratch_memory_is_reused_only_after_its_last_use_on_any_stream(
-    comm: Any, transport: str
-) -> None:
-    """The last copy or sum of a collective may be queued when another stream begins the next."""
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
-    values = torch.full((4000,), 1.0 + comm.rank), torch.full((4000,), 100.0)
-    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
-        found = []
-        for waits in (False, True):
-            one, two = (x.to(LATE) for x in values)
-            torch.accelerator.synchronize(LATE)
-            with on_stream(first):
-                result = sp.all_gather(one, comm=mesh["sp"], algorithm="bruck")
-            if waits:
-                torch.accelerator.synchronize(LATE)
-            with on_stream(second):
-                sp.all_gather(two, comm=mesh["sp"], algorithm="bruck").cpu()
-            found.append(result.cpu())
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@spmd(2)
-def test_scratch_memory_that_a_mesh_drops_stays_until_its_last_use(
-    comm: Any, transport: str
-) -> None:
-    """The memory was allocated on another stream than the one that used it last."""
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
-    x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
-    found = []
-    for waits in (False, True):
-        with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
-            sp.all_gather(x, comm=mesh["sp"], algorithm="bruck")
-            torch.accelerator.synchronize(LATE)
-            with on_stream(second):
-                result = sp.all_gather(x, comm=mesh["sp"], algorithm="bruck")
-                if waits:
-                    second.synchronize()
-        first.synchronize()  # the device gives freed memory back here, and overwrites it
-        with on_stream(second):
-            found.append(result.cpu())
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("op", ["max", "min"])
-@spmd(2)
-def test_what_a_started_extremum_receives_stays_until_the_waiting_stream_has_read_it(
-    comm: Any, op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host frees it while the copy is queued. Here x has no NaN, whose marks need the host."""
-    monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
-    monkeypatch.setattr(torch.Tensor, "__ne__", lambda self, _: self)
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
-    with sp.Mesh(comm, device=LATE, transport="staged", sp=comm.size) as mesh:
-        x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
-        pending = sp.all_reduce_start(x, comm=mesh["sp"], op=op, algorithm="mpi")
-        with on_stream(second):
-            out = pending.wait()
-        first.synchronize()
-        with on_stream(second):
-            assert out.cpu().unique().tolist() == [{"max": 2.0, "min": 1.0}[op]]
-
-
-class Group:
-    """Stand in for NCCL's group or MPI's communicator of one rank: the data come at once."""
-
-    rank, size = 0, 1
-
-    def alltoall_base(self, room: torch.Tensor, packed: torch.Tensor, *_: Any) -> Any:
-        """Copy `packed` into `room`, and return a handle that is complete."""
-        room.copy_(packed)
-        torch.accelerator.synchronize(LATE)
-        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-
-    def allreduce(self, totals: list[torch.Tensor], options: Any) -> Any:
-        """Return a complete handle: the sum of one rank's tensor is that tensor."""
-        return self.alltoall_base(totals[0], totals[0])
-
-    def Allreduce(self, send: torch.Tensor, recv: torch.Tensor) -> None:
-        """Copy `send` into `recv`, as MPI does."""
-        self.alltoall_base(recv, send)
-
-
-class OneDevice(DeviceTransport):
-    """Give tensors to the stand-in for MPI, which cannot use their addresses."""
-
-    def _memory(self, x: torch.Tensor) -> Any:
-        return x
-
-
-def started(way: str, send: torch.Tensor, recv: torch.Tensor) -> Handle:
-    """Begin to copy `send` to `recv` by a transport whose end makes copies or sums of its own."""
-    host: Any = SimpleNamespace(close=lambda **_: None)
-    one = operation(way.partition(" ")[0], 0, 1, (send.numel(),), itemsize=send.itemsize)
-    if "device" in way:
-        fake: Any = Group()
-        return OneDevice(fake, torch.accelerator.synchronize).start(one, send, recv)
-    made = DistributedTransport(MPI.COMM_SELF, Group(), host, LATE)
-    if "messages" in way:
-        return made.exchange(*([(0, part) for part in x.chunk(2)] for x in (send, recv)))
-    return made.start(one, send, recv)
-
-
-@pytest.mark.parametrize(
-    "way", ["reduce_scatter", "all_reduce", "all_reduce of messages", "all_reduce by the device"]
-)
-def test_what_is_copied_or_added_at_the_end_is_seen_by_the_stream_that_waits(way: str) -> None:
-    for begins, polls, waits in three_streams():
-        send = torch.ones(8, device=LATE, dtype=torch.bfloat16)
-        recv = torch.empty_like(send)
-        torch.accelerator.synchronize(LATE)
-        with on_stream(begins):
-            handle = started(way, send, recv)
-        with on_stream(polls):
-            assert handle.test()
-        with on_stream(waits):
-            assert handle.test()
-            found = (recv * 1).cpu()
-        assert found.tolist() == [1] * 8
-        torch.accelerator.synchronize(LATE)
-        assert recv.cpu().tolist() == [1] * 8
 
 
 def test_two_threads_of_a_rank_go_backward_at_once() -> None:
