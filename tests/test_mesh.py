@@ -69,6 +69,8 @@ def test_nobody_leaves_a_fence_before_all_have_come(transport: str) -> None:
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, transport=transport, check="off", sp=comm.size) as mesh:
+            if mesh["sp"].window is not None:  # else the ranks would wait in the kit
+                mesh["sp"].window._announce = lambda what: None
             for turn in range(1, 4):
                 time.sleep(0.02 * ((comm.rank + turn) % 3))
                 come.append(comm.rank)

@@ -4,6 +4,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from random import Random
 from threading import Event, Thread
@@ -119,9 +120,17 @@ def first_mesh(comm: Any) -> None:
         pass
 
 
+def in_thread(call: Callable[[], object]) -> object:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
 MEANWHILE: dict[str, Callable[[Any, sp.Communicator, sp.Communicator], Callable[[], object]]] = {
     "a call": lambda comm, one, two: lambda: sp.all_gather(torch.ones(2), comm=two),
     "a call there": lambda comm, one, two: lambda: sp.all_gather(torch.ones(2), comm=one),
+    "a call of another thread": lambda comm, one, two: lambda: in_thread(
+        lambda: sp.all_gather(torch.ones(2), comm=two)
+    ),
     "a mesh": lambda comm, one, two: lambda: first_mesh(comm),
     "the end": lambda comm, one, two: lambda: two.free(),
     "a fence": lambda comm, one, two: lambda: sp.fence(comm=two),
