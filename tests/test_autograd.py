@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from refusals.kinds import USES, attended
+from refusals.kinds import LEARNING, USES, attended, kept as of_inference_mode
 from torch import Tensor
 
 import sp_core as sp
@@ -126,3 +126,12 @@ def test_a_second_derivative_is_refused(comm: Any, name: str) -> None:
         for cause in (x, upstream):
             with pytest.raises(RuntimeError, match="differentiable once"):
                 torch.autograd.grad(grad.sum(), cause, retain_graph=True)
+
+
+@pytest.mark.parametrize("name", LEARNING)
+@spmd(2)
+def test_a_tensor_of_inference_mode_is_taken_where_nothing_is_recorded(
+    comm: Any, name: str
+) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh, torch.no_grad():
+        LEARNING[name](of_inference_mode(torch.ones(1, 2, 2, 4)), mesh)
