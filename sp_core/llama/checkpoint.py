@@ -101,11 +101,8 @@ class Checkpoint:
                 f"{name} in {self._places[name]} has shape {self.shape(name)}; the configuration "
                 f"needs {placement.shape}. Weights and config.json belong to different models."
             )
-        view = self._slice(name)
-        *others, last = (
-            view[part.start : part.stop] if placement.dim == 0 else view[:, part.start : part.stop]
-            for part in placement.held[rank]
-        )
+        view, before = self._slice(name), (slice(None),) * placement.dim
+        *others, last = (view[*before, part.start : part.stop] for part in placement.held[rank])
         return torch.cat([*others, last], placement.dim) if others else last
 
     def fingerprint(self) -> str:
