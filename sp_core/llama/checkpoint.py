@@ -24,7 +24,7 @@ from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather
 from sp_core.errors import CheckpointError
-from sp_core.llama.config import LlamaConfig, read_json
+from sp_core.llama.config import LlamaConfig, is_there, read_json
 from sp_core.llama.grid import Grid, check_unstaged
 from sp_core.llama.model import Llama, check_model, checkpoint_name
 from sp_core.mesh import Mesh
@@ -59,16 +59,17 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         arguments.check(folder=folder)
         self.folder = Path(folder)
-        is_single = (self.folder / SINGLE).is_file()
-        places = self._read_index() if not is_single and (self.folder / INDEX).exists() else {}
+        is_single, has_index = (is_there(self.folder / name) for name in (SINGLE, INDEX))
+        places = self._read_index() if has_index and not is_single else {}
         if not places and not is_single:
-            pickled = [x.name for x in self.folder.glob("*") if x.suffix in (".bin", ".pt", ".pth")]
+            files = self.folder.glob("*") if is_there(self.folder) else ()
+            pickled = [x.name for x in files if x.suffix in (".bin", ".pt", ".pth")]
             raise CheckpointError(
                 f"{self.folder} has neither {SINGLE} nor {INDEX}. Of the pickled files "
                 f"{sorted(pickled)} none is ever unpickled; convert them to safetensors."
             )
-        files = sorted(set(places.values())) or [SINGLE]
-        self._files = {file: _opened(self.folder / file, len(files)) for file in files}
+        names = sorted(set(places.values())) or [SINGLE]
+        self._files = {name: _opened(self.folder / name, len(names)) for name in names}
         self._places = places or dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         self.names = tuple(self._places)
 
