@@ -176,9 +176,7 @@ def generate(
     )
     share = split_ranges(len(prompts), grid.replicas.size)[grid.replicas.rank]
     results = {number: list[int]() for number in share}
-    rooms = [len(prompts[number]) + max_tokens for number in share]
-    # an error of one replica reaches the others, which would wait for its results
-    decoder = make_alike(grid.everyone, lambda: (Decoder(model, rooms), "decoders of generate()"))
+    decoder = _decoder(model, [len(prompts[number]) + max_tokens for number in share])
     if share:
         ends = partial(_ends, **ending)
         for number, token in _chosen(decoder, prompts, results, max_tokens, sampling, ends):
@@ -193,6 +191,11 @@ def generate(
     if wrong := [number for number, tokens in enumerate(found) if _NONE in tokens]:
         raise not_finite(f"the logits of prompts {wrong}")
     return found
+
+
+def _decoder(model: Llama, room: Sequence[int]) -> Decoder:
+    """Make this replica's decoder. An error of one replica is raised on all, which wait for it."""
+    return make_alike(model.grid.everyone, lambda: (Decoder(model, room), "decoders of generate()"))
 
 
 def _chosen(
