@@ -180,7 +180,7 @@ def test_a_schedule_of_other_parts_is_refused(comm: Any, tmp_path: Path) -> None
         training = Training(CASE.model(mesh), "SGD", "warm-up, then milestones")
         training.save(folder / "saved")
         for made in (SCHEDULES.LinearLR, SCHEDULES.ExponentialLR):
-            parts = [made(training.optimizer, 0.1) for _ in range(2)]
+            parts: list[Any] = [made(training.optimizer, 0.1) for _ in range(2)]
             training.scheduler = SCHEDULES.SequentialLR(training.optimizer, parts, [2])
             with pytest.raises(sp.CheckpointError, match=r"scheduler .*'MultiStepLR'.*, now "):
                 training.load(folder / "saved")
