@@ -105,6 +105,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...], bytes | None, dict[str, Exception
         what: (text, words, b"", {})
         for what, text, words in (
             ("a folder that is not there", "config.json is not there", ("--model", "nothing")),
+            ("a name that is too long", "File name too long: ", ("--model", "n" * 300)),
             (
                 "too many ranks",
                 "7 tensor ranks are too many for num_attention_heads=6",

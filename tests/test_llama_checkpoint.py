@@ -361,11 +361,13 @@ def test_a_save_that_fails_is_an_error_on_every_rank_and_leaves_nothing(
     comm: Any, tmp_path: Path, ending: str
 ) -> None:
     folder = shared(comm, tmp_path)
+    (folder / "empty").mkdir(exist_ok=True)
     with mesh_of(comm, 0) as mesh:
-        with pytest.raises(sp.CheckpointError, match=f"cannot be written: .*{ending}"):
-            save(create(CASE.config, mesh), folder / "model", max_file_bytes=1)
+        for name in ("model", "empty"):
+            with pytest.raises(sp.CheckpointError, match=f"cannot be written: .*{ending}"):
+                save(create(CASE.config, mesh), folder / name, max_file_bytes=1)
         comm.Barrier()
-        assert list(folder.iterdir()) == []
+        assert list(folder.rglob("*")) == [folder / "empty"]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
 
 import sp_core as sp
-from sp_core.llama import Checkpoint, LlamaConfig, create, load, save
+from sp_core.llama import Checkpoint, LlamaConfig, checkpoint, create, load, save
 from sp_core.llama.checkpoint import SINGLE
 from sp_core.llama.config import read_json
 from sp_core.testing import spmd
@@ -62,9 +63,11 @@ def test_an_entry_without_settings_of_a_layer_changes_nothing(given: object) -> 
 
 
 @pytest.mark.parametrize("read", [LlamaConfig.from_folder, Checkpoint])
-def test_a_folder_without_a_name_is_refused(read: Any) -> None:
+def test_a_folder_without_a_usable_name_is_refused(read: Any) -> None:
     with pytest.raises(TypeError, match="folder=None was given; pass a name or a Path"):
         read(None)
+    with pytest.raises(sp.CheckpointError, match=r"File name too long|has neither"):
+        read("n" * 300)
 
 
 SCALING = {"rope_type": "linear", "factor": 2.0}
@@ -231,23 +234,39 @@ def test_a_file_has_as_many_bytes_of_weights_as_it_may(comm: Any, tmp_path: Path
         assert f'"total_size": {size}\n' in (folder / f"{size - 1}" / INDEX).read_text()
 
 
-@pytest.fixture
-def mounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make folders of the name "mounted" mount points, which the system does not rename."""
-    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
-
-
-@pytest.mark.usefixtures("mounted")
 @spmd(1)
-def test_the_working_directory_and_a_mount_point_are_not_replaced(
-    comm: Any, tmp_path: Path
-) -> None:
-    for name in ("working", "mounted"):
-        (tmp_path / name).mkdir(exist_ok=True)
-        with (
-            contextlib.chdir(tmp_path / "working"),
-            mesh_of(comm, 0) as mesh,
-            pytest.raises(sp.CheckpointError, match="is the working directory or a mount point"),
-        ):
-            save(create(CASE.config, mesh), tmp_path / name)
-    assert not contents(tmp_path)
+def test_an_empty_folder_stays_when_a_model_is_saved_in_it(comm: Any, tmp_path: Path) -> None:
+    """It keeps its mode, here 0o700, and may be the working directory.
+
+    A save in a new folder needs no working directory.
+    """
+    target, gone, new = (shared(comm, tmp_path) for _ in range(3))
+    with mesh_of(comm, 0) as mesh, contextlib.chdir(target):
+        model, old = create(CASE.config, mesh), target.stat()
+        save(model, ".")
+        assert (target.stat().st_ino, target.stat().st_mode) == (old.st_ino, old.st_mode)
+        assert contents(target).keys() == {"config.json", "model.safetensors"}
+        os.chdir(gone)
+        gone.rmdir()
+        save(model, new / "model")
+    assert contents(new / "model") == contents(target)
+
+
+@pytest.fixture
+def shared_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another save write to a folder while a model is saved in it."""
+
+    def write(tensors: Any, path: Path, really: Any = checkpoint._write) -> None:
+        really(tensors, path)
+        (path.parents[1] / "config.json").write_text("other")
+
+    monkeypatch.setattr(checkpoint, "_write", write)
+
+
+@pytest.mark.usefixtures("shared_target")
+@spmd(1)
+def test_two_saves_into_an_empty_folder_do_not_mix(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh, pytest.raises(sp.CheckpointError, match="is there already"):
+        save(create(CASE.config, mesh), folder)
+    assert contents(folder) == {"config.json": b"other"}

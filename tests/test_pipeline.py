@@ -3,9 +3,10 @@
 `domains/` judges what pipelines and plans compute.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from oracle.link import LinkModel
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.llama import model as llama_model
+from sp_core.llama import Decoder, model as llama_model
 from sp_core.llama.pipeline import MicroBatch, forward, loss_and_gradients, sum_tied_gradients
 from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.memory import KEEP_ALL
@@ -192,6 +193,39 @@ def test_a_pipeline_returns_when_its_messages_have_left(comm: Any) -> None:
         tokens = torch.ones(1, 5, dtype=torch.int64)
         forward(model, [model.one_pass(tokens, sharding, sp.Mask(causal=True), KEEP_ALL)])
         assert link.clock() >= link._out
+
+
+TOKENS = torch.ones(1, 5, dtype=torch.int64)
+BATCH = MicroBatch(TOKENS, TOKENS, sp.Sharding.contiguous(5, 1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: Decoder(model, [1] * 3, micro_batches=3).decode([[1]] * 3),
+        lambda model: loss_and_gradients(model, [BATCH] * 3),
+    ],
+    ids=["decode", "train"],
+)
+@spmd(2, 3)
+def test_stages_that_fail_at_different_micro_batches_go_on(
+    comm: Any, call: Callable[[Any], Tensor]
+) -> None:
+    """Every rank catches its error, as after Ctrl-C. A later call gets its own messages."""
+    passes = count()
+
+    def fail(*_: object) -> None:
+        if next(passes) == comm.size - 1 - comm.rank:
+            raise KeyboardInterrupt
+
+    with sp.Mesh(comm, pp=comm.size) as mesh:
+        model = Case((4, 2), layers=4).model(mesh)
+        wanted = call(model)
+        hook = model.layers[model.own[0]].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            call(model)
+        hook.remove()
+        assert torch.equal(call(model), wanted)
 
 
 @given(lengths=LENGTHS, size=st.integers(1, 8), most=st.integers(1, 200))

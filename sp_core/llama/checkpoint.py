@@ -1,8 +1,8 @@
 """Read and write model folders in Hugging Face's format: `load`, `save` and `Checkpoint`.
 
 Weights are in `*.safetensors`; pickled files are never read. Each rank reads only its own parts of
-the tensors. `save` gathers each weight, and rank 0 writes the files into a temporary folder that is
-renamed when it is complete. `train` stores the state of an optimizer in the same way.
+the tensors. `save` gathers each weight, and rank 0 writes the files into a temporary folder. They
+move to their place when all are complete. `train` stores the state of an optimizer in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather
 from sp_core.errors import CheckpointError
-from sp_core.llama.config import LlamaConfig, read_json
+from sp_core.llama.config import LlamaConfig, is_there, read_json
 from sp_core.llama.grid import Grid, check_unstaged
 from sp_core.llama.model import Llama, check_model, checkpoint_name
 from sp_core.mesh import Mesh
@@ -59,16 +59,17 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         arguments.check(folder=folder)
         self.folder = Path(folder)
-        is_single = (self.folder / SINGLE).is_file()
-        places = self._read_index() if not is_single and (self.folder / INDEX).exists() else {}
+        is_single, has_index = (is_there(self.folder / name) for name in (SINGLE, INDEX))
+        places = self._read_index() if has_index and not is_single else {}
         if not places and not is_single:
-            pickled = [x.name for x in self.folder.glob("*") if x.suffix in (".bin", ".pt", ".pth")]
+            files = self.folder.glob("*") if is_there(self.folder) else ()
+            pickled = [x.name for x in files if x.suffix in (".bin", ".pt", ".pth")]
             raise CheckpointError(
                 f"{self.folder} has neither {SINGLE} nor {INDEX}. Of the pickled files "
                 f"{sorted(pickled)} none is ever unpickled; convert them to safetensors."
             )
-        files = sorted(set(places.values())) or [SINGLE]
-        self._files = {file: _opened(self.folder / file, len(files)) for file in files}
+        names = sorted(set(places.values())) or [SINGLE]
+        self._files = {name: _opened(self.folder / name, len(names)) for name in names}
         self._places = places or dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         self.names = tuple(self._places)
 
@@ -101,11 +102,8 @@ class Checkpoint:
                 f"{name} in {self._places[name]} has shape {self.shape(name)}; the configuration "
                 f"needs {placement.shape}. Weights and config.json belong to different models."
             )
-        view = self._slice(name)
-        *others, last = (
-            view[part.start : part.stop] if placement.dim == 0 else view[:, part.start : part.stop]
-            for part in placement.held[rank]
-        )
+        view, before = self._slice(name), (slice(None),) * placement.dim
+        *others, last = (view[*before, part.start : part.stop] for part in placement.held[rank])
         return torch.cat([*others, last], placement.dim) if others else last
 
     def fingerprint(self) -> str:
@@ -249,15 +247,15 @@ def save(
 ) -> None:
     """Write a model as a Hugging Face folder, which `load` and transformers read.
 
-    Every rank calls this; rank 0 of the mesh writes. Files go into a temporary folder beside
-    `folder`, which is renamed when complete. A killed save leaves at most that, and its parents.
+    Every rank calls this; rank 0 of the mesh writes. Files go into a temporary folder, beside a new
+    `folder` or in an empty one, and move when complete, `config.json` last. A killed save leaves at
+    most that folder, its parents, and files that `load` refuses.
     transformers reads the folder only if num_attention_heads divides hidden_size.
     Copy chat template, tokenizer_config.json and generation_config.json of a loaded folder.
 
     Args:
         model: a model on any mesh without the axis "pp".
-        folder: a path that does not exist yet, or an empty folder that is neither the working
-            directory nor a mount point.
+        folder: a path that does not exist yet, or an empty folder.
         tokenizer: what rank 0 writes to `tokenizer.json`, such as `byte_tokenizer()`.
         max_file_bytes: the largest number of bytes of weights in one file, all of which rank 0
             holds in host memory; None writes a single file. A larger tensor gets its own file.
@@ -303,7 +301,8 @@ def write(
     ((target, _, tensors, texts),) = found
     files = _files(".", parts_of(model, once=False), max_file_bytes, texts)
     files |= _files(STATE, tensors, max_file_bytes, texts)
-    draft = target.parent / f".{target.name:.55}.{uuid.uuid4().hex}"  # at most 254 bytes
+    parent = target if is_there(target) else target.parent
+    draft = parent / f".{target.name:.55}.{uuid.uuid4().hex}"  # at most 254 bytes
     try:
         on_first(partial(_begin, target, draft))
         for file, parts in files.items():
@@ -311,7 +310,7 @@ def write(
             on_first(partial(_write, dict(kept), draft / file))  # a name would hold the dict longer
         on_first(partial(_end, model, texts, draft, target))
     finally:
-        shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has been renamed
+        shutil.rmtree(draft, ignore_errors=True)  # after an error; else it is empty or was renamed
 
 
 def parts_of(model: Llama, *, once: bool = True) -> Parts:
@@ -362,17 +361,12 @@ def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
 
 
 def _begin(target: Path, draft: Path) -> None:
-    """Check that a model can be written to `target`, and make the temporary folder `draft`."""
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    """Check that nothing but `draft` is in `target`, and make the temporary folder `draft`."""
+    if target.exists() and not (target.is_dir() and {*target.iterdir()} <= {draft}):
         raise CheckpointError(
             f"{target} is there already, and is no empty folder. Delete it, or save elsewhere."
         )
-    if target == Path.cwd() or target.is_mount():
-        raise CheckpointError(
-            f"{target} is the working directory or a mount point, and would be replaced. Save "
-            "under a name in it."
-        )
-    draft.mkdir(parents=True)
+    draft.mkdir(parents=True, exist_ok=True)
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
@@ -388,12 +382,17 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> None:
-    """Write texts to the folder `draft`, last `config.json`, and rename the folder to `target`."""
+    """Write texts to the folder `draft`, last `config.json`, and move its files to `target`."""
     config = model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")}
     config["eos_token_id"] = config["eos_token_id"] or None  # [] is an error in transformers
     for file, text in (*texts.items(), ("config.json", _json(config))):
         (draft / file).write_text(text, encoding="utf-8")
-    draft.rename(target)
+    _begin(target, draft)  # fails if another save has written there meanwhile
+    if draft.parent != target:
+        draft.rename(target)
+        return
+    for path in sorted(draft.iterdir(), key=lambda path: path.name == "config.json"):
+        path.rename(target / path.name)
 
 
 def _json(values: object) -> str:

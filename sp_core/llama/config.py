@@ -6,6 +6,7 @@ Entries that would change the results of the model and are not supported raise a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -159,14 +160,14 @@ class LlamaConfig:
             TypeError: `folder` is no path.
         """
         arguments.check(folder=folder)
-        if (adapter := Path(folder) / "adapter_config.json").exists():
+        if is_there(adapter := Path(folder) / "adapter_config.json"):
             raise CheckpointError(
                 f"{folder} has an adapter, such as LoRA, which would not be applied. Merge it into "
                 f"the weights, as merge_and_unload() of peft does, or move {adapter} away."
             )
         path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
         values = read_json(path)
-        ends = read_json(generation).get("eos_token_id") if generation.exists() else None
+        ends = read_json(generation).get("eos_token_id") if is_there(generation) else None
         try:
             if ends is None:
                 return cls.from_dict(values)
@@ -213,6 +214,11 @@ class LlamaConfig:
             "rope_scaling": self.rope_scaling and dict(self.rope_scaling),
             "eos_token_id": list(self.eos_token_id),
         }
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a path is there; False also if the system cannot tell, as for a long name."""
+    return os.path.exists(path)  # noqa: PTH110  # Path.exists raises an error then
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
+from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.llama.config import Tokens, check_sequences
 from sp_core.llama.decode import Decoder
@@ -145,16 +146,18 @@ def generate(
         For each prompt the new tokens, including the one that ended its sequence, on every rank.
 
     Communication:
-        One agreement (32-byte all-reduce). As making a `Decoder` and `Decoder.prefill` once, and as
-        `Decoder.decode` for each further token. After each call a broadcast of the chosen tokens in
-        the replica. In the end an all-gather of the results over the replicas.
+        Two agreements (32-byte all-reduces). As making a `Decoder` and `Decoder.prefill` once, and
+        as `Decoder.decode` for each further token. After each call a broadcast of the chosen tokens
+        in the replica. In the end an all-gather of the results over the replicas.
 
     Raises:
         ValueError: an empty prompt, a token that is not in the vocabulary, more tokens than the
             model has positions, a negative max_tokens, stop strings without a tokenizer, or logits
             that are not finite; then after all replicas have ended.
         DtypeError: a model of a half type under autocast to another half type.
-        TypeError: an argument of the wrong type, or an empty stop string.
+        TypeError: an argument of the wrong type, an empty stop string, or a part of the model that
+            was replaced or has hooks.
+        RankError: too little memory for keys and values.
         CollectiveMismatch: ranks with different arguments or autocast.
 
     All of these errors are raised on every rank, but that of a wrong `model` on this rank.
@@ -173,9 +176,10 @@ def generate(
     )
     share = split_ranges(len(prompts), grid.replicas.size)[grid.replicas.rank]
     results = {number: list[int]() for number in share}
+    decoder = _decoder(model, [len(prompts[number]) + max_tokens for number in share])
     if share:
         ends = partial(_ends, **ending)
-        for number, token in _chosen(model, prompts, results, max_tokens, sampling, ends):
+        for number, token in _chosen(decoder, prompts, results, max_tokens, sampling, ends):
             results[number].append(token)
             if on_token is not None and token != _NONE:
                 on_token(number, token)
@@ -189,8 +193,13 @@ def generate(
     return found
 
 
+def _decoder(model: Llama, room: Sequence[int]) -> Decoder:
+    """Make this replica's decoder. An error of one replica is raised on all, which wait for it."""
+    return make_alike(model.grid.everyone, lambda: (Decoder(model, room), "decoders of generate()"))
+
+
 def _chosen(
-    model: Llama,
+    decoder: Decoder,
     prompts: Tokens,
     said: Mapping[int, Sequence[int]],
     max_tokens: int,
@@ -202,12 +211,12 @@ def _chosen(
     All ranks of the replica yield `_NONE` for logits that rank 0 finds not finite.
 
     Args:
-        model, prompts, max_tokens, sampling: as in `generate`.
+        decoder: has room for this replica's prompts and their new tokens.
+        prompts, max_tokens, sampling: as in `generate`.
         said: for each prompt of this replica, by index, the new tokens so far. The caller adds each
             token that is yielded.
         ends: whether a sequence ends with the last of its new tokens.
     """
-    decoder = Decoder(model, [len(prompts[number]) + max_tokens for number in said])
     randoms = {number: sampling.random(number) for number in said}
     # for each sequence the tokens that the decoder has not been given yet
     new, step = {number: list(prompts[number]) for number in said}, decoder.prefill
@@ -223,7 +232,7 @@ def _chosen(
             for number, token in chosen.items()
         ]
         received = torch.tensor(told, dtype=torch.int64, device=logits.device)
-        told = broadcast(received, comm=model.grid.model).tolist()
+        told = broadcast(received, comm=decoder.model.grid.model).tolist()
         new = {number: [] for number in said}
         for number, (token, is_last) in zip(going_on, (divmod(x, 2) for x in told), strict=True):
             yield number, token

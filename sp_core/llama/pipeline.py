@@ -15,7 +15,8 @@ Shapes: B sequences of a micro-batch, S tokens, E model dim, P sequence ranks, T
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
+from itertools import chain
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -73,7 +74,8 @@ class _Mail:
     All stages call the constructor, for the same micro-batches. The constructor tells the transport
     of all messages that will follow, and posts the first receive of each direction. `send` starts a
     message, and does not wait. `receive` waits for a message and posts the next receive, so that a
-    message can arrive while the stage computes.
+    message can arrive while the stage computes. Use the object in a `with` block, which ends when
+    all sends are complete.
 
     Args:
         model: the model, whose `grid.stages` are the ranks that exchange messages.
@@ -87,42 +89,54 @@ class _Mail:
         self._comm = stages = model.grid.stages
         # of all parameters, as the callers have checked
         self._tag, self._dtype = stages.next_tag(), next(model.parameters()).dtype
-        self._sent: list[Handle] = []  # what `finish` waits for
+        self._sent: list[Handle] = []  # what `__exit__` waits for
         self._coming: dict[bool, tuple[Handle, Tensor]] = {}
-        there, back = ([_shape(model, one) for one in passes] for passes in (forward, backward))
+        shapes = [[_shape(model, one) for one in passes] for passes in (forward, backward)]
         blank = torch.empty(1, dtype=self._dtype, device=stages.device)
         before, after = stages.rank - 1, stages.rank + 1
 
-        def listed(peer: int, shapes: list[torch.Size]) -> list[tuple[int, Tensor]]:
-            return (
-                [(peer, blank.expand(shape.numel())) for shape in shapes]
-                if 0 <= peer < stages.size
-                else []
-            )
+        def left(*peers: int) -> list[list[tuple[int, torch.Size]]]:
+            ways = zip(peers, shapes, strict=True)  # of hidden states, and of gradients
+            return [[(peer, x) for x in own if 0 <= peer < stages.size] for peer, own in ways]
 
-        told = stages.transport.announce(
-            [*listed(after, there), *listed(before, back)],
-            [*listed(before, there), *listed(after, back)],
+        self._unsent, self._left = left(after, before), left(before, after)
+        flat = (
+            [(peer, blank.expand(x.numel())) for peer, x in chain(*ways)]
+            for ways in (self._unsent, self._left)
         )
-        self._sent.append(stages.track(told))
+        self._sent.append(stages.track(stages.transport.announce(*flat)))
         stages.counters[NAME].add()
-        self._left = (there if before >= 0 else [], back if after < stages.size else [])
         for way in (False, True):
             self._expect(way)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Wait until all sends are complete. After an error start all messages that are left.
+
+        The neighbours may fail at other micro-batches. A receive that stayed open would take a
+        later message, and `Communicator.free` would wait for it. What is sent then is NaN.
+        """
+        for way in (False, True):
+            while self._left[way]:
+                self._expect(way)
+            while self._unsent[way]:
+                self.send(self._empty(self._unsent[way][0][1]).fill_(torch.nan), backward=way)
+        if kind is None:
+            for handle in self._sent:
+                self._comm.wait(handle, NAME)
 
     def _expect(self, backward: bool) -> None:
         """Post the receive of the next gradient (`backward`) or hidden state, if one is left."""
         if self._left[backward]:
-            x = torch.empty(
-                self._left[backward].pop(0), dtype=self._dtype, device=self._comm.device
-            )
-            bound = self._comm.transport.bind(
-                [(self._comm.rank + (1 if backward else -1), x.view(-1))]
-            )
-            self._coming[backward] = (
-                self._comm.track(self._comm.transport.post([], bound, self._tag)),
-                x,
-            )
+            peer, shape = self._left[backward].pop(0)
+            transport, x = self._comm.transport, self._empty(shape)
+            posted = transport.post([], transport.bind([(peer, x.view(-1))]), self._tag)
+            self._coming[backward] = self._comm.track(posted), x
+
+    def _empty(self, shape: torch.Size) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._comm.device)
 
     def receive(self, *, backward: bool = False) -> Tensor:
         """Wait for a message: a hidden state from the stage before, or a gradient from the next."""
@@ -132,20 +146,13 @@ class _Mail:
         return x
 
     def send(self, x: Tensor, *, backward: bool = False) -> None:
-        """Start to send a hidden state to the next stage, or a gradient to the stage before.
-
-        The call returns at once; `finish` waits until all sends are complete.
-        """
+        """Start to send a hidden state to the next stage, or a gradient to the stage before."""
         comm, flat = self._comm, x.detach().contiguous().view(-1)
         count = comm.counters[NAME]
         count.messages, count.bytes_sent = count.messages + 1, count.bytes_sent + flat.nbytes
-        bound = comm.transport.bind([(comm.rank + (-1 if backward else 1), flat)])
+        peer, _ = self._unsent[backward].pop(0)
+        bound = comm.transport.bind([(peer, flat)])
         self._sent.append(comm.track(comm.transport.post(bound, [], self._tag)))
-
-    def finish(self) -> None:
-        """Wait until all sends of this stage are complete."""
-        for handle in self._sent:
-            self._comm.wait(handle, NAME)
 
 
 @torch.no_grad()
@@ -166,10 +173,8 @@ def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
         For each micro-batch one message, of the shape of the result, from each stage to the next.
         Also the messages of the layers.
     """
-    mail = _Mail(model, passes)
-    results = [_compute(model, mail, one)[1] for one in passes]
-    mail.finish()
-    return results
+    with _Mail(model, passes) as mail:
+        return [_compute(model, mail, one)[1] for one in passes]
 
 
 def loss_and_gradients(
@@ -220,9 +225,7 @@ def loss_and_gradients(
     order = _agree(model, batches, ordering, saving)[grid.stages.rank]
     count = _count_valid(model, batches)
     passes = [model.one_pass(one.tokens, one.sharding, one.mask, saving) for one in batches]
-    mail = _Mail(
-        model, *([passes[slot.batch] for slot in order if slot.direction == way] for way in "FB")
-    )
+    ways = ([passes[slot.batch] for slot in order if slot.direction == way] for way in "FB")
     total = torch.zeros((), dtype=torch.float64, device=grid.everyone.device)
     held: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -242,9 +245,9 @@ def loss_and_gradients(
         if not model.is_first:
             mail.send(cast("Tensor", x.grad), backward=True)
 
-    for slot in order:
-        (go_on if slot.direction == "F" else go_back)(slot.batch)
-    mail.finish()
+    with _Mail(model, *ways) as mail:
+        for slot in order:
+            (go_on if slot.direction == "F" else go_back)(slot.batch)
     return broadcast(total, comm=grid.stages, root=grid.stages.size - 1)
 
 
@@ -391,7 +394,6 @@ def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> N
         if batch.labels.shape != batch.tokens.shape or batch.labels.dtype != torch.int64:
             raise ShapeError(
                 f"labels {tuple(batch.labels.shape)} of {batch.labels.dtype} for tokens "
-                f"{tuple(batch.tokens.shape)} given; needed "
-                "as many, of int64."
+                f"{tuple(batch.tokens.shape)} given; needed as many, of int64."
             )
         check_labels(batch.labels, model.config.vocab_size)

@@ -51,7 +51,7 @@ def record_of(
         "dtype": str(model.dtype),
         "optimizer": type(optimizer).__name__,
         "parameters": [[names[x] for x in group["params"]] for group in optimizer.param_groups],
-        "scheduler": scheduler and type(scheduler).__name__,
+        "scheduler": scheduler and _kinds(scheduler),
         "generator": generator and generator.device.type,
     }
     state: dict[str, dict[str, Any]] = {
@@ -76,6 +76,12 @@ def record_of(
         if not all(isinstance(key, str) and key for key in _keys(x)):
             refuse(record, x)
     return record
+
+
+def _kinds(scheduler: object) -> Any:
+    """Return the class of a scheduler; a list of that and those of its parts if it has some."""
+    name, parts = type(scheduler).__name__, getattr(scheduler, "_schedulers", None)
+    return [name, *map(_kinds, parts)] if parts else name
 
 
 def _keys(x: object) -> Iterator[object]:

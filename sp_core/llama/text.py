@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sp_core.errors import CheckpointError
-from sp_core.llama.config import read_json
+from sp_core.llama.config import is_there, read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -42,7 +42,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
         raise CheckpointError(
             "prompts need tokenizers; install it with pip install 'sp-core[llama]'."
         ) from error
-    if not path.exists():
+    if not is_there(path):
         raise CheckpointError(
             f"{path} is not there. Copy it from the folder of the "
             "model that this one was made of, or pass tokenizer= to sp_core.llama.save."
@@ -119,7 +119,7 @@ def _content(entry: object) -> str | None:
 def _entries(folder: str | Path, file: str) -> dict[str, Any]:
     """Return the JSON object in a file of a folder, {} if the file is not there."""
     path = Path(folder) / file
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if is_there(path) else {}
 
 
 def read_text(path: Path) -> str:
@@ -205,7 +205,7 @@ def chat_prompt(folder: str | Path, text: str, now: datetime) -> str:
         raise TemplateError(message)
 
     file, (named, _) = Path(folder) / "chat_template.jinja", _special_tokens(folder)
-    template = read_text(file) if file.exists() else _entries(folder, _CONFIG).get("chat_template")
+    template = read_text(file) if is_there(file) else _entries(folder, _CONFIG).get("chat_template")
     if isinstance(template, list):  # several templates with names
         objects = [each for each in template if isinstance(each, dict)]
         found = [each.get("template") for each in objects if each.get("name") == "default"]

@@ -292,8 +292,8 @@ def save_training(
 ) -> None:
     """Write what is needed to resume training: weights, optimizer, scheduler, generator.
 
-    Every rank calls this; rank 0 writes. As with `save`, files go into a temporary folder, which is
-    renamed when complete. So a save that is killed leaves earlier checkpoints intact. `load` and
+    Every rank calls this; rank 0 writes. As with `save`, files go into a temporary folder, and move
+    when complete. So a save that is killed leaves earlier checkpoints intact. `load` and
     transformers read the model in the folder.
 
     Args:

@@ -41,7 +41,7 @@ class Placement:
 
     Args:
         shape: the shape of the whole parameter.
-        dim: the dim along which the parameter is cut.
+        dim: the dim along which the parameter is cut; a negative one counts from the end.
         held: for each rank the ranges of slices that the rank holds, in ascending order. Several
             ranks may hold a slice.
         partial: whether several ranks hold a slice and use it differently. The gradient of
@@ -55,6 +55,10 @@ class Placement:
     held: tuple[tuple[range, ...], ...]
     partial: bool = False
     copy: bool = False
+
+    def __post_init__(self) -> None:
+        """Count a negative `dim` from the first dim."""
+        object.__setattr__(self, "dim", range(max(len(self.shape), 1))[self.dim])
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:

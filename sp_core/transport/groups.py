@@ -67,6 +67,7 @@ class GroupComm(Observer):
         require_linux()
         self._store, self._name, self._limit = store, name, limit
         self.rank, self.size, self._children = rank, size, itertools.count()
+        self._spent = list[str]()  # names of freed counters
         self._next_look, self._asks, self._near = 0.0, True, dict[int, int]()
         try:
             self.group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, size, limit)
@@ -205,11 +206,16 @@ class GroupComm(Observer):
     def make_counter(self) -> Any:
         """Return a counter in the store, whose `take` gives each number to one rank only.
 
-        Every rank calls this. While a rank calls `take`, other ranks need not call anything.
+        Every rank calls this, after an agreement. It deletes the counters that were freed before.
+        While a rank calls `take`, other ranks need not call anything.
         """
         name = f"{self._name}.{next(self._children)}"
-        # `free` does nothing, because other ranks may still call `take`
-        return SimpleNamespace(take=lambda: int(self._store.add(name, 1)) - 1, free=lambda: None)
+        while self._spent:
+            self._store.delete_key(self._spent.pop())
+        # `free` deletes nothing, because other ranks may still call `take`
+        return SimpleNamespace(
+            take=lambda: int(self._store.add(name, 1)) - 1, free=partial(self._spent.append, name)
+        )
 
     def make_transport(self, name: str, poll: Callable[[], None]) -> DistributedTransport:
         """Return a transport of host tensors that sends collectives and messages by gloo.

@@ -172,7 +172,7 @@ def read(_: Any, drawn: Values) -> Iterator[Call]:
         checkpoint = Checkpoint(drawn["folder.type"](folder))
         (folder / "other").mkdir()
         written(replace(case, layers=case.layers + 1), folder / "other", drawn)
-        shape, by_rows = tensors[drawn["name"]].shape, drawn["placement"] == "pieces of rows"
+        shape, by_rows = tensors[drawn["name"]].shape, "pieces of rows" in drawn["placement"]
         cuts = sorted(chance.randint(0, shape[0 if by_rows else -1]) for _ in range(8))
         pieces = tuple(
             (range(a, b), range(c, d)) for a, b, c, d in zip(*[iter(cuts)] * 4, strict=True)
@@ -183,6 +183,7 @@ def read(_: Any, drawn: Values) -> Iterator[Call]:
             "split": Placement.split(shape, 0, size),
             "pieces of rows": Placement(shape, 0, pieces * size),
             "pieces of columns": Placement(shape, len(shape) - 1, pieces * size),
+            "pieces of rows, from the end": Placement(shape, -len(shape), pieces * size),
         }
         given = {
             "name": drawn["name"],
@@ -317,7 +318,13 @@ SUBJECTS = [
                 "model.embed_tokens.weight",
                 "model.norm.weight",
             ),
-            "placement": values("replicated", "split", "pieces of rows", "pieces of columns"),
+            "placement": values(
+                "replicated",
+                "split",
+                "pieces of rows",
+                "pieces of columns",
+                "pieces of rows, from the end",
+            ),
             "rank": spans((0, 0), (1, 3)),
         },
         read,

@@ -87,7 +87,11 @@ PLACED: dict[str, Parts] = {
         "many slices": lambda c, v: (c.randint(50, 90), 2),
         "a number": lambda c, v: (),
     },
-    "dim": {"first": lambda c, v: 0, "last": lambda c, v: max(0, len(v["shape"]) - 1)},
+    "dim": {
+        "first": lambda c, v: 0,
+        "last": lambda c, v: max(0, len(v["shape"]) - 1),
+        "last, from the end": lambda c, v: -1,
+    },
 }
 SPLIT = PLACED | {"shape": {n: draw for n, draw in PLACED["shape"].items() if n != "a number"}}
 ASKED: dict[str, Parts] = {
@@ -188,7 +192,8 @@ def placed(drawn: Values) -> Call:
 
 def constructed(name: str, drawn: Values) -> Call:
     """Return the call of a constructor of `Placement`, and compare what each rank holds."""
-    length, size = (*drawn["shape"], 1)[0 if name == "replicated" else drawn["dim"]], drawn["size"]
+    dim, size = 0 if name == "replicated" else drawn["dim"], drawn["size"]
+    length = (drawn["shape"] or (1,))[dim]
     if name == "replicated":
         given = {"shape": drawn["shape"], "size": size, "partial": drawn["partial"]}
         wanted = Placement(

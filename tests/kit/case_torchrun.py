@@ -92,11 +92,15 @@ def test_memory_and_numbers_are_shared_without_mpi(transport: str) -> None:
         assert (group.window is not None) == (transport == "window")
         made = sp.plan("all_reduce", torch.ones(4), comm=group)
         assert made.algorithm == ("window" if transport == "window" else "mpi")  # "mpi" is gloo
-        counter = group.counter()
-        drawn = [counter.take() for _ in range(5)]
-        counter.free()
-        everyone = sp.all_gather(torch.tensor(drawn), comm=group).tolist()
-        assert sorted(everyone) == list(range(5 * group.size))
+        store, keys = distributed.distributed_c10d._get_default_store(), set[int]()
+        for _ in range(3):
+            counter = group.counter()
+            drawn = [counter.take() for _ in range(5)]
+            counter.free()
+            everyone = sp.all_gather(torch.tensor(drawn), comm=group).tolist()
+            assert sorted(everyone) == list(range(5 * group.size))
+            keys.add(store.num_keys())
+        assert len(keys) == 1
         x = sp.shared_empty((3,), comm=group).fill_(group.rank)
         sp.fence(comm=group)
         if transport == "window":

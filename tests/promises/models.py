@@ -97,7 +97,7 @@ def _(scene: Scene) -> None:
     both = zip(step(5, 2).items(), step(2, 2).values(), strict=True)
     total = {op: (calls + 2 * n, nbytes + 2 * more) for (op, (calls, nbytes)), (n, more) in both}
     chosen = 3 * (scene.size - 1) * 2 * 8 if scene.rank == 0 else 0
-    with scene.sends(agreements=2 + 3, more=3, **total, broadcast=(3, chosen)):
+    with scene.sends(agreements=3 + 3, more=3, **total, broadcast=(3, chosen)):
         llama.generate(model, [[1, 2, 3], [4, 5]], max_tokens=3, stop=())
 
 
@@ -118,7 +118,7 @@ def _(scene: Scene) -> None:
 def _(scene: Scene) -> None:
     """Let replicas gather the tokens of each sequence, preceded by their number."""
     model = llama.create(CONFIG, scene.mesh)
-    with scene.sends(agreements=2, all_gather=(1, 2 * scene.to_others(1 + 2))):
+    with scene.sends(agreements=3, all_gather=(1, 2 * scene.to_others(1 + 2))):
         llama.generate(model, [[1]] * scene.size, max_tokens=2, stop=())
 
 

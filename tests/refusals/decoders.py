@@ -289,6 +289,11 @@ ON_ONE_RANK: Table = {
         ),
     },
     "dp": {
+        "a hook on a projection of one replica": (
+            TypeError,
+            "layers.1.mlp.down_proj has hooks",
+            converted(CALLS["generation"], partial(watched, name="layers.1.mlp.down_proj")),
+        ),
         "unequal sequences on replicas": (
             sp.ShapeError,
             "leave dp out",
