@@ -128,8 +128,8 @@ def in_thread(call: Callable[[], object]) -> object:
 MEANWHILE: dict[str, Callable[[Any, sp.Communicator, sp.Communicator], Callable[[], object]]] = {
     "a call": lambda comm, one, two: lambda: sp.all_gather(torch.ones(2), comm=two),
     "a call there": lambda comm, one, two: lambda: sp.all_gather(torch.ones(2), comm=one),
-    "a call of another thread": lambda comm, one, two: lambda: in_thread(
-        lambda: sp.all_gather(torch.ones(2), comm=two)
+    "a call of another thread": lambda comm, one, two: (
+        lambda: in_thread(lambda: sp.all_gather(torch.ones(2), comm=two))
     ),
     "a mesh": lambda comm, one, two: lambda: first_mesh(comm),
     "the end": lambda comm, one, two: lambda: two.free(),
