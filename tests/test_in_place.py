@@ -196,7 +196,12 @@ HOMES = ("the first", "the second", "the third", "a part of one", "plain memory"
 
 
 def of_k_and_v(homes: list[list[str]], alike: str) -> list[list[str]]:
-    """Return where each rank's k and v lie. Those named in `alike` lie where rank 0 has them."""
+    """Return where each rank's k and v lie. Those named in `alike` lie where rank 0 has them.
+
+    With "swapped", k of each rank lies where the next rank has v.
+    """
+    if alike == "swapped":
+        return [homes[0][:2][:: (-1) ** rank] for rank in range(len(homes))]
     common = {x: homes[0][place] for place, x in enumerate("kv") if x in alike}
     found = []
     for own in homes:
@@ -212,7 +217,7 @@ def of_k_and_v(homes: list[list[str]], alike: str) -> list[list[str]]:
     homes=st.sampled_from((HOMES, HOMES[:3])).flatmap(
         lambda some: st.lists(st.permutations(some), min_size=3, max_size=3)
     ),
-    alike=st.sampled_from(("k v", "k", "v", "")),
+    alike=st.sampled_from(("k v", "k", "v", "", "swapped")),
     needs=st.sampled_from([(False,) * 3, (True, False, False), (True,) * 3]),
 )
 def test_keys_and_values_may_live_elsewhere_on_every_rank(
