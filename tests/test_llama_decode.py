@@ -69,6 +69,20 @@ def test_sequences_are_decoded_as_if_each_was_alone(comm: Any) -> None:
 
 
 @spmd(1, 2)
+def test_one_long_room_puts_no_sequence_beyond_the_numbers_of_the_cache(comm: Any) -> None:
+    """All sequences have positions as far apart as the longest room: here above 2**31."""
+    room, count = 1_000_000, 2150
+    one = replace(GREEDY, heads=(1, 1), head_dim=2)
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model = create(replace(one.config, max_position_embeddings=room), mesh)
+        found = []
+        for rooms in ([3], [room, *[3] * (count - 1)]):
+            decoder, others = Decoder(model, rooms), [[]] * (len(rooms) - 1)
+            found.append([decoder.prefill([*others, [1, 2]]), decoder.decode([*others, [3]])])
+        torch.testing.assert_close(*found)
+
+
+@spmd(1, 2)
 def test_the_memory_of_a_step_of_decoding_grows_with_the_tokens(comm: Any) -> None:
     """If each query had its scores for all sequences, 4 times as many would need 16 times it."""
     peaks = []

@@ -35,7 +35,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": None}, "must be a tensor"),
     ({"input_ids": torch.arange(19)}, "input_ids has shape"),
     ({"labels": torch.ones(2, 11).long()}, "labels has shape"),
-    ({"position_ids": torch.arange(42).view(2, 21) % 25}, "all rows of a batch"),
+    ({"position_ids": torch.arange(42).view(2, 21) % 20}, "all rows of a batch"),
     (inputs(seq_len=1), "at least one token"),
     ({"input_ids": torch.full((2, 21), 19)}, "token 19 was given; the vocabulary has 0..18"),
     ({"input_ids": torch.full((2, 21), -1)}, "token -1 was given"),
