@@ -175,7 +175,9 @@ def test_sub_communicators(comm: Any, columns: int, reverse: bool, left_out: boo
         assert (twin.rank, twin.size) == (row.rank, row.size)
         twin.Free()
         row.Free()
-    assert comm.allreduce(1) == comm.size
+    later = comm.Dup()
+    assert later.allreduce(1) == comm.size
+    later.Free()
 
 
 @spmd(2)

@@ -45,6 +45,8 @@ def test_a_summary_counts_examples_by_ranks_and_schemes() -> None:
     for _ in range(2):
         twice.merge(found.tally)
     assert (twice.tests, twice.examples, twice.raw) == (8, 8, 2)
+    twice.merge(Tally(ratios={"out": 0.5}))
+    assert twice.ratios == {"out": 1.25}
     assert found.summary() == (
         "threads: 4 tests, 4 examples (+ 1 raw); examples by ranks {1: 1, 2: 1, 3: 2}\n"
         "examples by scheme {all: 1, ring: 3}"
