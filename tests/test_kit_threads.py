@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -362,3 +363,19 @@ def test_a_rank_counts_from_0_with_each_counter_and_may_be_alone() -> None:
 
     numbers = [[0, 1, 2, 3]] * 2
     assert run_threads(2, body) == [[numbers, 1, [rank], True] for rank in range(2)]
+
+
+def test_what_a_collective_has_moved_is_not_kept() -> None:
+    def body(comm: Any) -> int:
+        before, (moved, got) = tracemalloc.get_traced_memory()[0], np.zeros((2, 2**17))
+        for _ in range(8):
+            comm.Allreduce(moved, got)
+        comm.Barrier()
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        grown = run_threads(2, body)
+    finally:
+        tracemalloc.stop()
+    assert max(grown) < 2**23  # bytes; half of what the ranks have sent
