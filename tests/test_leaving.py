@@ -141,6 +141,18 @@ def test_a_sum_that_an_error_has_interrupted_is_neither_repeated_nor_left_out(
     work.assert_called_once_with()
 
 
+@spmd(2)
+def test_a_wait_that_an_error_has_interrupted_may_be_repeated(comm: Any) -> None:
+    """A signal handler may raise an error in it. The next wait returns the whole result."""
+    with sp.Mesh(comm, sp=2) as mesh:
+        pending = sp.all_reduce_start(torch.ones(4), comm=mesh["sp"], algorithm="ring")
+        waits = Mock(side_effect=[TimeoutError, pending._started])
+        pending._started = Mock(wait=lambda: waits().wait())
+        with pytest.raises(TimeoutError):
+            pending.wait()
+        assert pending.wait().tolist() == [2.0] * 4
+
+
 @spmd(1)
 def test_the_memory_of_a_transfer_outlives_a_mesh_that_nobody_holds(comm: Any) -> None:
     """It is freed when the transfer is complete, which any wait or poll of the rank finds out."""

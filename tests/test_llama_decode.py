@@ -77,7 +77,7 @@ def test_one_long_room_puts_no_sequence_beyond_the_numbers_of_the_cache(comm: An
         model = create(replace(one.config, max_position_embeddings=room), mesh)
         found = []
         for rooms in ([3], [room, *[3] * (count - 1)]):
-            decoder, others = Decoder(model, rooms), [[]] * (len(rooms) - 1)
+            decoder, others = Decoder(model, rooms), [list[int]()] * (len(rooms) - 1)
             found.append([decoder.prefill([*others, [1, 2]]), decoder.decode([*others, [3]])])
         torch.testing.assert_close(*found)
 
