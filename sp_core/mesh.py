@@ -122,7 +122,7 @@ class Mesh(NotCopied):
             self.device = named_device(device, getattr(comm, "world_rank", self.rank))
             self._transport = named_transport(transport, self.device)
             nodes = read_nodes(nodes, self.size)
-            constants = _constants(tuning, self.rank)
+            constants = _constants(tuning, comm)
             call = f"Mesh(axes={self.axes}, device={self.device.type}, {check=}, {nodes=}, "
             call += f"transport={self._transport!r}, algorithm={self._algorithm})"
         except Exception as found:  # noqa: BLE001  # the other ranks must not wait for this one
@@ -314,7 +314,7 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
         arguments.check(comm=given)
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi and isinstance(given, mpi.Comm):
-            world = mpi.COMM_WORLD
+            world = max(mpi.COMM_WORLD, given, key=lambda comm: comm.size)  # MPI may spawn ranks
             failing.watch_over(rank=world.rank, size=world.size, stop=world.Abort)
         return given, axes
     from sp_core.transport import groups
@@ -376,12 +376,12 @@ def named_transport(transport: str | HostWrapper, device: torch.device) -> str |
     return transport
 
 
-def fingerprint() -> dict[str, str]:
+def fingerprint(comm: Intracomm | None = None) -> dict[str, str]:
     """Return texts that describe this machine and its MPI library: host, processor, cores and mpi.
 
-    Constants that were measured with another fingerprint are not used.
+    Constants of another fingerprint are not used. A `comm` of torch.distributed has no library.
     """
-    mpi = sys.modules.get("mpi4py.MPI")  # a mesh over anything else starts no MPI
+    mpi = None if hasattr(comm, "world_rank") else sys.modules.get("mpi4py.MPI")  # starts no MPI
     vendor, version = mpi.get_vendor() if mpi else ("none", ())
     return {
         "host": node_name(),
@@ -391,10 +391,10 @@ def fingerprint() -> dict[str, str]:
     }
 
 
-def _constants(tuning: Tuning | str | Path | None, rank: int) -> Tuning | None:
+def _constants(tuning: Tuning | str | Path | None, comm: Intracomm) -> Tuning | None:
     """Return on rank 0 the measured constants that were asked for, if any; on other ranks None."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
         raise TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
-    if rank:
+    if comm.rank:
         return None
-    return tuning if isinstance(tuning, Tuning) else find(fingerprint, tuning)
+    return tuning if isinstance(tuning, Tuning) else find(lambda: fingerprint(comm), tuning)

@@ -2,7 +2,9 @@
 
 import functools
 import os
+import socket
 import threading
+import time
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -256,6 +258,20 @@ def test_a_rank_whose_store_has_ended_still_looks_for_dead_processes(
     monkeypatch.setattr(torch_distributed, "get_rank", lambda: 0)
     with pytest.raises(sp.PeerFailed, match="rank 0 cannot reach torch's store"):
         over_ranks([0], timedelta(seconds=30))
+
+
+def test_a_freed_communicator_releases_the_port_of_the_store() -> None:
+    """A later store may then use the port, and it does not find earlier keys."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, until, refused = server.port, time.monotonic() + 10, 0
+    comm = GroupComm(server, "all", 0, 1, timedelta(seconds=30))
+    comm.Free()
+    del server
+    while not refused and time.monotonic() < until:
+        with socket.socket() as client:
+            refused = client.connect_ex(("127.0.0.1", port))
+    assert refused
+    comm.watch("a call")  # it must not ask the store
 
 
 def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(

@@ -17,7 +17,7 @@ from refusals.calls import hybrid
 
 import sp_core as sp
 from sp_core import mesh as mesh_module, progress
-from sp_core.mesh import _ranks_of, fingerprint, read_nodes
+from sp_core.mesh import _constants, _ranks_of, fingerprint, read_nodes
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport, named_device
 from sp_core.transport.distributed import DistributedTransport
@@ -152,9 +152,15 @@ def test_a_transport_of_the_environment_that_is_none_is_refused(
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_a_machine_is_told_apart_by_its_mpi(loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh over ranks of torch.distributed does not use constants measured with MPI."""
     mpi = SimpleNamespace(get_vendor=lambda: ("Good MPI", (1, 2, 3)))
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi if loaded else None)
     assert fingerprint()["mpi"] == ("Good MPI 1.2.3" if loaded else "none ")
+    monkeypatch.setattr("sp_core.mesh.find", lambda fingerprint, _: fingerprint()["mpi"])
+    for over_torch in (True, False):
+        comm: Any = SimpleNamespace(rank=0, **{"world_rank": 0} if over_torch else {})
+        found: Any = _constants(None, comm)
+        assert found == ("Good MPI 1.2.3" if loaded and not over_torch else "none ")
 
 
 @spmd(2)
@@ -345,14 +351,19 @@ def test_errors_end_all_ranks_of_mpi_and_no_other_ones(
     assert bool(watched) == hasattr(comm, "py2f")
 
 
+@pytest.mark.parametrize("size", [1, 4])
 def test_errors_end_all_ranks_of_a_subclass_of_the_communicators_of_mpi(
-    monkeypatch: pytest.MonkeyPatch,
+    size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, world = type("Comm", (), {"Split": None}), SimpleNamespace(rank=1, size=2, Abort=exit)
+    """A communicator with ranks that MPI has spawned is larger than COMM_WORLD."""
+    kind = type("Comm", (SimpleNamespace,), {"Split": None})
+    world = kind(rank=1, size=2, Abort=exit)
+    given = type("Own", (kind,), {})(rank=0, size=size, Abort=print)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(Comm=kind, COMM_WORLD=world))
     monkeypatch.setattr("sp_core.failing.watch_over", watch_over := Mock())
-    _ranks_of(type("Own", (kind,), {})(), {})
-    watch_over.assert_called_once_with(rank=1, size=2, stop=exit)
+    _ranks_of(given, {})
+    most = given if size > 2 else world
+    watch_over.assert_called_once_with(rank=most.rank, size=most.size, stop=most.Abort)
 
 
 @spmd(2)

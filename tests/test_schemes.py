@@ -13,6 +13,7 @@ from oracle.attention_check import Shards, check_attention
 from oracle.strategies import AttentionProblem, attention_problems
 from oracle.ways import Way, ways
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
@@ -268,3 +269,18 @@ def test_partial_sums_of_gradients_may_leave_the_range_of_float16(comm: Any, nam
             out = on(mesh, name)(*leaves, **given)
             found.append(torch.autograd.grad(out, leaves, grad))
     assert all(torch.equal(a.half(), b) for a, b in zip(*found, strict=True))
+
+
+@spmd(1, 2)
+def test_a_checkpoint_of_torch_may_compute_a_given_attention_again(comm: Any) -> None:
+    """The checkpoint ends its second call within `inner`, by an exception of torch."""
+    sharding = sp.Sharding.contiguous(4, comm.size)
+    whole = torch.linspace(0, 1, 3 * 4 * 2 * 2, device=device()).view(3, 1, 4, 2, 2)
+    q, k, v = sharding.shard(whole, comm.rank, dim=2)
+    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
+        given: Any = {"sharding": sharding, "inner": sp.local_attention}
+        call, found = functools.partial(on(mesh, "ulysses"), **given), []
+        for attend in (call, functools.partial(checkpoint, call, use_reentrant=False)):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            found.append(torch.autograd.grad(attend(*leaves).square().sum(), leaves))
+    torch.testing.assert_close(*found)

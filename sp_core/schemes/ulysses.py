@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from torch import Tensor
+from torch.utils import checkpoint
 
 from sp_core.agreement import make_alike
 from sp_core.arguments import check_tensor
@@ -28,6 +29,9 @@ from sp_core.schemes.heads import side_by_side, split_heads
 from sp_core.schemes.problem import Problem, agree
 from sp_core.segments import consecutive, positions_of
 from sp_core.sharding import Sharding
+
+STOPPED: Any = getattr(checkpoint, "_StopRecomputationError", ())
+"""The exception by which torch's checkpoint ends its second call. Its name is private to torch."""
 
 
 def ulysses_attention(
@@ -119,11 +123,17 @@ def ulysses_attention(
 def _checked(
     comm: Communicator, inner: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Call `inner`. All ranks raise an error if it fails, or returns other shapes, on one rank."""
+    """Call `inner`. All ranks raise an error if it fails, or returns other shapes, on one rank.
+
+    If a checkpoint of torch ends `inner` on all ranks, its exception is raised as it is.
+    """
     wanted = f"{tuple(q.shape)}, {(q.shape[0], q.shape[2], q.shape[1])}"
 
     def make() -> tuple[Any, str]:
-        found = inner(q, k, v)
+        try:
+            found = inner(q, k, v)
+        except STOPPED as stopped:
+            return stopped, "inner of ulysses_attention was ended by a checkpoint"
         parts = found if isinstance(found, (tuple, list)) else [found]
         shapes = (str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
         if (given := ", ".join(shapes)) != wanted:
@@ -136,7 +146,10 @@ def _checked(
         told = (f"{x.dtype} requires_grad={x.requires_grad}" for x in found)
         return found, f"inner of ulysses_attention returned {', '.join(told)}"
 
-    out, lse = make_alike(comm, make)
+    found = make_alike(comm, make)
+    if isinstance(found, STOPPED):
+        raise found
+    out, lse = found
     return out, lse
 
 

@@ -160,8 +160,12 @@ class GroupComm(Observer):
         )
 
     def Free(self) -> None:
-        """Close the connections of this rank. No transfer may be unfinished."""
-        self.group = None
+        """Close the connections of this rank. No transfer may be unfinished.
+
+        A store that nobody holds any more ends, and so releases its port.
+        """
+        self.group = self._store = None
+        self._asks = False
 
     def alone(self) -> GroupComm:
         """Return a communicator of this rank alone."""
