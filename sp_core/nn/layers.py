@@ -105,7 +105,8 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., E). Every rank calls this; the method `weights` says what is sent."""
-        return F.rms_norm(x, self.weight.shape, self.weights(x)["weight"], self.eps)
+        weight = self.weights(x)["weight"]
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class LayerNorm(_Norm):
@@ -134,7 +135,8 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., E). Every rank calls this; the method `weights` says what is sent."""
-        return F.layer_norm(x, self.weight.shape, **self.weights(x), eps=self.eps)
+        held = self.weights(x)
+        return F.layer_norm(x, held["weight"].shape, held["weight"], held.get("bias"), self.eps)
 
 
 class SelfAttention(ReplicatedLayer):

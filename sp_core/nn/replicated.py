@@ -62,9 +62,10 @@ class ReplicatedLayer(nn.Module):
                 sharding gives this rank.
 
         Returns:
-            The layer's parameters by name, and what stands in their place, such as buffers.
-            Backward sums the gradient of each over the ranks. A parameter that learns and that a
-            replaced sub-layer does not use gets a gradient of zeros, not None, on several ranks.
+            The layer's parameters by name, and what stands in their place, such as buffers or
+            weights that a parametrization computes. Backward sums the gradient of each over the
+            ranks. A parameter that learns and that a replaced sub-layer does not use gets a
+            gradient of zeros, not None, on several ranks.
 
         Communication:
             One agreement (32-byte all-reduce). Backward one agreement and one all-reduce per dtype
@@ -129,7 +130,8 @@ class ReplicatedLayer(nn.Module):
             # not the old `weight_norm`, whose hook makes a weight of other parameters
             if type(x) is nn.Linear and x._parameters.keys() <= {"weight", "bias"}
         }
-        return {
+        computed = {name: getattr(self, name) for name in getattr(self, "parametrizations", ())}
+        return computed | {
             before + name: x
             for before, part in parts.items()
             for name in ("weight", "bias", "sinks")
