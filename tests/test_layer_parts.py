@@ -12,6 +12,7 @@ from llama_cases import Case
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
@@ -64,6 +65,38 @@ def test_a_weight_that_is_no_parameter_computes_and_learns_as_one(
         if learns:
             found = torch.autograd.grad(after.square().sum(), tensors)
             torch.testing.assert_close(found, wanted)
+
+
+class Negative(nn.Module):
+    """A parametrization of which a module stores the weight with the other sign."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the weight."""
+        return -x
+
+    right_inverse = forward
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@spmd(1, 2)
+def test_a_parametrized_weight_computes_and_learns_as_a_parameter(comm: Any, norm: str) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        block = sp.TransformerBlock(4, 2, comm=mesh["sp"], norm=norm, sinks=True)
+        x, sharding = (
+            normal(99, (2, 3, 4), "float32"),
+            sp.Sharding.contiguous(3 * comm.size, comm.size),
+        )
+        names, weights = zip(*block.named_parameters(), strict=True)
+        for n, weight in enumerate(weights):
+            weight.data = normal(n, weight.shape, "float32")
+        before = block(x, sharding=sharding)
+        wanted = torch.autograd.grad(before.square().sum(), weights)
+        for owner, _, last in (name.rpartition(".") for name in names):
+            register_parametrization(block.get_submodule(owner), last, Negative())
+        after = block(x, sharding=sharding)
+        assert torch.equal(after, before)
+        found = torch.autograd.grad(after.square().sum(), weights)
+        torch.testing.assert_close(found, tuple(-gradient for gradient in wanted))
 
 
 class Checkpointed(nn.Module):

@@ -373,6 +373,21 @@ def test_hooks_of_all_modules_run_for_linear_sub_layers() -> None:
         hook.remove()
 
 
+@spmd(1)
+def test_a_hook_of_all_modules_draws_its_numbers_again_in_the_backward(comm: Any) -> None:
+    """The result is linear in a weight W. So it is the product of W and the gradient of W."""
+
+    def drop(part: torch.nn.Module, given: Any, out: Tensor) -> Any:
+        return F.dropout(out) if type(part) is torch.nn.Linear else out
+
+    hook: Any = register_module_forward_hook(cast("Any", drop))
+    with hook, sp.Mesh(comm, sp=1) as mesh:
+        layer = sp.FeedForward(4, comm=mesh["sp"], bias=False, chunk=2)
+        total = layer(normal(1, (1, 8, 4), "float32")).sum()
+        (grad,) = torch.autograd.grad(total, layer.down.weight)
+        torch.testing.assert_close((grad * layer.down.weight).sum(), total)
+
+
 @spmd(3)
 def test_long_sums_of_half_types_are_made_in_rank_order(comm: Any) -> None:
     """Blocks that are added in float32 have their usual length, unlike in test_algorithms."""

@@ -23,7 +23,7 @@ from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.nn.dropout import dropout
 from sp_core.nn.memory import tiled
-from sp_core.nn.replicated import ReplicatedLayer, check_summed, is_plain
+from sp_core.nn.replicated import ReplicatedLayer, check_summed, is_called
 from sp_core.nn.rope import Rope, check_rope, rotation
 from sp_core.schemes import allgather_kv_attention
 from sp_core.sharding import Sharding
@@ -105,7 +105,8 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., E). Every rank calls this; the method `weights` says what is sent."""
-        return F.rms_norm(x, self.weight.shape, self.weights(x)["weight"], self.eps)
+        weight = self.weights(x)["weight"]
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class LayerNorm(_Norm):
@@ -134,7 +135,8 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., E). Every rank calls this; the method `weights` says what is sent."""
-        return F.layer_norm(x, self.weight.shape, **self.weights(x), eps=self.eps)
+        held = self.weights(x)
+        return F.layer_norm(x, held["weight"].shape, held["weight"], held.get("bias"), self.eps)
 
 
 class SelfAttention(ReplicatedLayer):
@@ -281,7 +283,7 @@ class FeedForward(ReplicatedLayer):
             return self.linear("down", inner, weights)
 
         chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
-        random = not all(map(is_plain, self.children()))  # a replaced sub-layer may have dropout
+        random = any(map(is_called, self.children()))  # a replaced sub-layer may have dropout
         if random and [*self.buffers()]:  # a second call could find others
             return torch.cat([*map(transform, chunks)]).view(x.shape)
         return tiled(transform, chunks, dim=0, reads=weights.values(), random=random).view(x.shape)

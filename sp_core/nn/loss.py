@@ -50,7 +50,8 @@ def next_token_labels(
         tokens: int64 (B, S/P), this rank's tokens in the order of the sharding.
         comm: the ranks that share the sequence.
         sharding: which rank holds which tokens.
-        mask: a mask of which only the documents are used; None if there is a single document.
+        mask: a mask of which only `documents` is used; None if there is a single document. The
+            last boundary must be `sharding.end`.
 
     Returns:
         int64 (B, S/P), `IGNORED` where no rank holds the next position or a document ends.
@@ -63,16 +64,18 @@ def next_token_labels(
         sharding, all if it is striped.
 
     Raises:
-        ShapeError, DtypeError: the tokens are not int64 or do not fit the sharding; on every rank.
+        ShapeError, DtypeError: the tokens are not int64, or the tokens or documents do not fit the
+            sharding; on every rank.
         TypeError: a sharding or mask of another type; on every rank.
         CollectiveMismatch: the ranks' shardings or masks differ; on every rank.
     """
     arguments.check_communicator(comm)
 
     def call() -> str:
+        check_shard(tokens, comm, sharding)
         if mask is not None:
             arguments.check_type("mask", mask, Mask, "Pass Mask(documents=...), or None.")
-        check_shard(tokens, comm, sharding)
+            Mask(documents=mask.documents).check_lengths(sharding.end)
         return f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}"
 
     comm.agree_on(call)

@@ -136,11 +136,8 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
     pairs, comm = [(layer.weight, layer.bias) for layer in layers], layers[0].comm
     if lengths is not None:
         return gather_linears(x, pairs, comm=comm, lengths=lengths)
-    if (
-        len(pairs) > 1
-        and not torch.is_grad_enabled()
-        and (whole := _side_by_side(layers)) is not None
-    ):
+    may_join = len(pairs) > 1 and not torch.is_grad_enabled()
+    if may_join and (whole := _side_by_side(layers)) is not None:
         return tuple(F.linear(x, whole).split([len(weight) for weight, _ in pairs], -1))
     x = x if comm.size == 1 else copy_to_group(x, comm=comm)
     return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
@@ -245,7 +242,7 @@ class _ParallelLinear(Weight):
 
         Args:
             linear: the whole layer, equal on all ranks. Only its weight and bias are copied, so it
-                must not have hooks, parametrizations or a `forward` of its own.
+                must not have hooks (also on gradients), parametrizations or a `forward` of its own.
             comm: the communicator whose ranks split the layer. All of them call this.
             sharding: which rank holds which tokens outside a pair of a column and a row layer;
                 None if every rank holds all tokens.
@@ -254,7 +251,7 @@ class _ParallelLinear(Weight):
 
         Raises:
             ShapeError: sizes or sharding do not fit the layer or `comm`; on every rank.
-            TypeError: `linear` computes something else than `nn.Linear` does; on every rank.
+            TypeError: `linear` has hooks, or computes more than `nn.Linear` does; on every rank.
             DeviceError: `linear` is on the device meta; on every rank.
             CollectiveMismatch: the ranks' arguments differ; on every rank.
         """
@@ -379,9 +376,10 @@ def _sizes_and_call(
     )
     arguments.check_type("linear", linear, nn.Linear, remedy)
     is_changed = type(linear).forward is not nn.Linear.forward or is_parametrized(linear)
-    if is_changed or not is_plain(linear, type(linear)):
+    hooks = [x._backward_hooks or x._post_accumulate_grad_hooks for x in linear.parameters()]
+    if is_changed or any(hooks) or not is_plain(linear, type(linear)):
         raise TypeError(
-            f"linear is a {type(linear).__name__} that computes more than its weight says. {remedy}"
+            f"linear is a {type(linear).__name__} that does more than its weight says. {remedy}"
         )
     if linear.weight.is_meta:
         raise DeviceError("linear is on the device meta, without values. Load its weights first.")

@@ -79,6 +79,16 @@ def logits(change: Callable[[Tensor], Tensor]) -> Any:
     )
 
 
+def labelled(*wrong: int) -> Any:
+    """Return a call of `next_token_labels`, with wrong documents on the last rank."""
+    return lambda mesh, here: next_token_labels(
+        CASE.tokens(1, 2),
+        comm=comm_of(mesh),
+        sharding=sp.Sharding.contiguous(4, 2),
+        mask=sp.Mask(documents=wrong if here else (0, 2, 4), kv_documents=(0, 1, 9)),
+    )
+
+
 def micro_batches(
     change: Callable[[MicroBatch], list[MicroBatch]], *, everywhere: bool, **named: Any
 ) -> Any:
@@ -144,16 +154,8 @@ ON_ONE_RANK: Table = {
         "a token beyond the vocabulary": (ValueError, "has 0..12", logits(lambda x: x + 13)),
         "tokens of another dtype": (sp.DtypeError, "int64", logits(lambda x: x.int())),
         "another shard": (sp.ShapeError, "own shard", logits(lambda x: x[:, 1:])),
-        "labels of other documents": (
-            sp.CollectiveMismatch,
-            "documents=(0, 1, 4)",
-            lambda mesh, here: next_token_labels(
-                CASE.tokens(1, 2),
-                comm=comm_of(mesh),
-                sharding=sp.Sharding.contiguous(4, 2),
-                mask=sp.Mask(documents=(0, 1, 4) if here else (0, 2, 4)),
-            ),
-        ),
+        "labels of other documents": (sp.CollectiveMismatch, "(0, 1, 4)", labelled(0, 1, 4)),
+        "labels of longer documents": (sp.ShapeError, "documents end at 5", labelled(0, 2, 5)),
     },
     "tp": {
         **{

@@ -95,6 +95,20 @@ def other(name: str) -> Callable[[Any], Any]:
     return lambda layer: getattr(layer, name).requires_grad_(not getattr(layer, name).requires_grad)
 
 
+def watched(name: str, hook: str, linear: nn.Linear) -> nn.Linear:
+    """Register a hook on the gradient of a parameter of a linear layer."""
+    getattr(linear.get_parameter(name), hook)(lambda grad: None)
+    return linear
+
+
+HOOKS = {
+    f"a linear layer with a {hook} of its {name}": partial(watched, name, hook)
+    for name in ("weight", "bias")
+    for hook in ("register_hook", "register_post_accumulate_grad_hook")
+}
+"""Changes of a linear layer that only `from_linear` refuses."""
+
+
 def split(kind: Any, change: Callable[[Any], Any]) -> Wrong:
     """Return a parallel layer made of a linear layer that is changed on the last rank."""
 
@@ -120,7 +134,7 @@ ON_ONE_RANK: Table = {
                 split(kind, made),
             )
             for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
-            for change, made in CHANGES.items()
+            for change, made in (CHANGES | HOOKS).items()
         },
         **{
             f"{'a whole' if use is whole else 'a call of a'} {kind.__name__} {change}": (
