@@ -192,6 +192,21 @@ def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) ->
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@spmd(3)
+def test_shared_keys_may_be_overwritten_when_attention_has_returned(comm: Any, mode: Any) -> None:
+    with sp.Mesh(comm, transport="window", check="off", sp=3) as mesh, mode():
+        leave_alone(mesh["sp"])
+        k, v = (sp.shared_empty((1, 4, 1, 2), comm=mesh["sp"]).fill_(1.0) for _ in "kv")
+        for turn in range(6):
+            v.fill_(turn)
+            time.sleep(0.01 * ((comm.rank + turn) % 3))
+            twelve = sp.Sharding.contiguous(12, 3)
+            out = sp.ring_attention(torch.ones(1, 4, 1, 2), k, v, comm=mesh["sp"], sharding=twelve)
+            v.fill_(torch.nan)
+            assert (out == turn).all()
+
+
 HOMES = ("the first", "the second", "the third", "a part of one", "plain memory")
 
 
