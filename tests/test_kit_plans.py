@@ -109,7 +109,7 @@ def test_no_more_ranks_are_drawn_than_the_launch_has(
     ("sizes", "ran"), [((1, 2, 5), (1, 2)), (((0, 2), 3, (3,)), ((0, 2), 3)), ((5, (7, 0)), None)]
 )
 def test_sizes_that_the_launch_has_are_run(own_session: Session, sizes: Any, ran: Any) -> None:
-    own_session.ranks, attempt = 3, Mock()
+    own_session.ranks, attempt = 3, Mock(return_value={Kind.OK})
     skipped = pytest.skip.Exception, "needs 5 ranks, the launch has 3"
     assert left(lambda: sweep(Spec(plain, {}, plain, {}), attempt, sizes)) == (
         (None, "") if ran else skipped

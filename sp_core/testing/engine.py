@@ -129,8 +129,8 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
 
     Args:
         sizes: numbers of ranks, or tuples of world ranks. Default: 1 to the size of the launch, or
-            1 to 4 if ranks are threads. Sizes above the launch's are left out; if all are, the test
-            is skipped.
+            1 to 4 if ranks are threads. Sizes above the launch's are left out. The test is skipped
+            if none is left, or if the body skips or rejects each.
 
     Returns:
         A decorator, which returns the function that pytest calls.

@@ -310,7 +310,8 @@ def _decorated(
 def sweep(spec: Spec, attempt: Try, sizes: Sequence[Nprocs]) -> None:
     """Try one example for each size that the launch has.
 
-    The test is skipped if the launch has none of them.
+    The test is skipped if the launch has none of them, or if the body runs to its end with none.
+    It ends as an expected failure if the body calls pytest's `xfail` with any size.
 
     Args:
         spec: the test.
@@ -329,8 +330,19 @@ def sweep(spec: Spec, attempt: Try, sizes: Sequence[Nprocs]) -> None:
     if not fitting:
         least = min(max(ranks_of(size)) for size in sizes) + 1
         pytest.skip(f"needs {least} ranks, the launch has {session.current.world_size}")
+    left: list[BaseException] = []
+    rejected = 0
     for example in fitting:
-        attempt(example, "failed with {}")
+        try:
+            rejected += Kind.REJECT in attempt(example, "failed with {}")
+        except (pytest.skip.Exception, pytest.xfail.Exception) as error:
+            left.append(error)
+    ended = len(left) + rejected < len(fitting)
+    for error in left:
+        if isinstance(error, pytest.xfail.Exception) or not ended:
+            raise error
+    if not ended:
+        pytest.skip("`assume` rejects every size")
 
 
 UNASKED, EXAMPLE, RESULT = "feed", "example.pickle", "example-result.pickle"
