@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from kit.failing import SEARCH, assert_told, failure_of
 from kit.faults import FAULTS, average
 
-from sp_core.errors import CollectiveMismatch, RankError
+from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
 from sp_core.testing import given, session, spmd, tier
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
@@ -215,6 +215,35 @@ def test_an_example_in_which_a_check_raised_is_not_repeated_without_checks(
     before = session.current.tally.raw
     spmd(2)(body)()
     assert session.current.tally.raw == before
+
+
+def handling(comm: Any) -> None:
+    """Wait for the other rank while an error is handled."""
+    try:
+        {}["k"]
+    except KeyError:
+        comm.Dup()
+
+
+def grouped(comm: Any) -> None:
+    """Raise the errors of a wait in a group."""
+    errors = []
+    try:
+        comm.Dup()
+    except PeerFailed as error:
+        errors.append(error)
+    raise ExceptionGroup("of tasks", errors)
+
+
+@pytest.mark.parametrize("waits", [handling, grouped])
+def test_a_rank_that_is_stopped_while_it_handles_an_error_is_not_blamed(waits: Any) -> None:
+    def body(comm: Any, leave: Any) -> None:
+        leave() if comm.rank else waits(comm)
+
+    text = failure_of(spmd(2)(lambda comm: body(comm, lambda: int("mine"))))
+    assert text.startswith("RankFailure[ValueError")
+    assert_told(text, "ValueError on rank 1 of 2: invalid literal")
+    spmd(1, 2)(lambda comm: body(comm, lambda: assume(False)) if comm.size > 1 else None)()
 
 
 def test_a_call_begun_early_ends_with_the_peer_that_never_makes_it() -> None:
