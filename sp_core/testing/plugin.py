@@ -1,7 +1,7 @@
 """The pytest plugin: one report, one exit code and one result file for all ranks of a launch.
 
-It works beside pytest-mpi. Without `--with-mpi`, if no test uses `given` or `spmd`, it does nothing
-and imports nothing.
+It works beside pytest-mpi. Without `--with-mpi`, SP_PROFILE and `--hypothesis-profile`, if no test
+uses `given` or `spmd`, it does nothing and imports nothing.
 """
 
 import functools
