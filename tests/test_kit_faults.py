@@ -186,6 +186,18 @@ def freed(comm: Any) -> None:
         twin.Barrier()
 
 
+def freed_by_the_body(comm: Any) -> None:
+    """Expect the error of the body's own communicator; while an error is handled it stays."""
+    try:
+        {}["k"]
+    except KeyError:
+        comm.Free()
+    for free in comm.Free, comm.Disconnect:
+        with pytest.raises(RankError, match=r"Pass comm.Dup\(\) to code that frees"):
+            free()
+    comm.Barrier()
+
+
 def too_long(comm: Any) -> None:
     """Expect the error of a message that is too long, after one that is not counted."""
     peer = 1 - comm.rank
@@ -203,7 +215,7 @@ def stuck(comm: Any) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        *(caught, caught_on_a_twin, expected, freed),
+        *(caught, caught_on_a_twin, expected, freed, freed_by_the_body),
         *(pytest.param(body, marks=pytest.mark.mpi) for body in (too_long, stuck)),
     ],
 )

@@ -242,5 +242,7 @@ def test_a_checked_communicator_of_ones_own_ends_with_its_block() -> None:
     assert world.rank == last or f"rank {last}: failed: LookupError" in str(caught.value)
     with CheckedComm(world) as comm:
         assert comm.allgather(comm.rank) == list(range(comm.size))
+        with pytest.raises(RankError, match="which the end of the body or block frees"):
+            comm.Free()
     with pytest.raises(RankError, match="freed"):
         comm.Barrier()

@@ -181,7 +181,7 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
         Stopped: a rank hangs, so all ranks must end.
         Mismatched: the ranks are in a deadlock.
     """
-    result, outcome = None, FINISHED
+    result, outcome, family.held = None, FINISHED, True
     try:
         result = body()
         kept = progress.of_this_rank().kept
