@@ -80,13 +80,14 @@ def test_calls_do_what_torch_says(comm: Any, n: int, dtype: torch.dtype) -> None
 
 
 def pass_along(group: Any, mine: torch.Tensor, first: torch.Tensor) -> None:
-    """Send rank 0's tensor to the last rank. The other ranks call `stand_by`."""
+    """Send rank 0's tensor to the last rank, which expects `first`. Others call `stand_by`."""
     last = group.size - 1
     if group.rank == 0:
         group.send(mine, dst=last)
     elif group.rank == last:
-        group.recv(mine, src=0)
-        assert torch.equal(mine, first)
+        came = torch.empty_like(first)
+        group.recv(came, src=0)
+        assert torch.equal(came, first)
     else:
         group.stand_by()
 
@@ -132,6 +133,10 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "all send": (
         lambda group, odd: group.send(torch.zeros(2), (group.rank + 1) % group.size),
         "which does not expect them",
+    ),
+    "dtype of a message": (
+        lambda group, odd: pass_along(group, torch.zeros(2), torch.zeros(2, dtype=torch.int)),
+        "rank 0 sends 8 bytes of torch.float32 to rank",
     ),
     "split": (
         lambda group, odd: group.all_to_all_single(
