@@ -15,7 +15,7 @@ from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import strategies as st
-from kit.failing import failure_of
+from kit.failing import Alike, failure_of
 from studies.commands import outside, printed
 
 from sp_core.launch import results, watch
@@ -260,7 +260,7 @@ def test_each_test_has_a_launch_which_ends_before_the_next(monkeypatch: pytest.M
     monkeypatch.setattr(session, "current", session.Session())
     jobs.pytest_configure()
     assert (session.current.ranks, session.current.attempt) == (4, jobs.attempt)
-    examples = [Example((2, 1), {"n": n}) for n in range(4)]
+    examples = [Example((2, 1), {"n": Alike(n)}) for n in range(4)]
     specs: list[Any] = [SimpleNamespace(test_id=name) for name in "ab"]
     for _ in range(2):
         found = [jobs.attempt(specs[n > 0], examples[n]) for n in range(4)]
