@@ -75,7 +75,9 @@ def test_a_seed_is_chosen_where_examples_differ_in_every_run(
         named = profile or ("pr" if "hypothesis_profile" in options else loaded)
         assert settings.get_current_profile_name() == named
         expected: dict[str, Any] = {"device": "a", "share_gpu": "b", "raw_replay": True}
-        assert session.current == Session(**expected, seed=seed)
+        assert session.current == Session(
+            **expected, seed=seed, profile=options.get("hypothesis_profile")
+        )
         worker = config(**options)
         worker.workerinput = node.workerinput
         monkeypatch.setattr(random, "SystemRandom", lambda: Mock(randrange=lambda most: 1))
@@ -145,12 +147,13 @@ def test_the_running_test_is_known_by_a_path_from_here(
     current: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", nodeid="rootdir/test_x.py::C::y")
+    nodeid = "rootdir/test_x.py::C::y[::]@group"
+    item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", nodeid=nodeid, name="y[::]")
     hook = plugin.pytest_runtest_protocol(item)
     next(hook)
     with pytest.raises(StopIteration) as end:
         hook.send("result")
-    assert (end.value.value, current.node_id) == ("result", "a/test_x.py::C::y")
+    assert (end.value.value, current.node_id) == ("result", "a/test_x.py::C::y[::]")
 
 
 @pytest.mark.parametrize("when", ["setup", "call"])

@@ -105,6 +105,7 @@ class Session:
         share_gpu: whether several ranks may use one GPU.
         gpu_is_shared: whether another rank of this launch uses this rank's GPU.
         raw_replay: whether passed examples run again without the checks between ranks.
+        profile: Hypothesis' profile that the command line names, if any.
         seed: Hypothesis' seed, if one is in use; else None.
         node_id: id of the running test.
         tally: counts of this session.
@@ -118,6 +119,7 @@ class Session:
     share_gpu: bool = False
     gpu_is_shared: bool = False
     raw_replay: bool = True
+    profile: str | None = None
     seed: int | str | None = None
     node_id: str = ""
     tally: Tally = field(default_factory=Tally)
