@@ -17,7 +17,7 @@ from sp_core.launch import watch
 from sp_core.testing.carriers import Stopped, ThreadCarrier, World
 from sp_core.testing.lockstep import abandon
 from sp_core.testing.outcome import FINISHED, Kind, Mismatched, Outcome, capture, failure
-from sp_core.testing.session import thread
+from sp_core.testing.session import collected, remark, thread
 from sp_core.testing.stuck import Family
 from sp_core.testing.threads import ThreadComm
 
@@ -64,8 +64,9 @@ def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = 
             f"{size=} and {timeout=} were given; pass a size of 1 or more, and seconds above 0."
         )
     __tracebackhide__ = True  # pytest shows the line that calls this
-    with assuming():
+    with assuming(), collected() as remarks:
         results, outcomes = run_ranks(size, body, timeout=timeout)
+    remark(remarks)  # Hypothesis takes them in its own thread only
     kinds = {outcome.kind for outcome in outcomes}
     if Kind.SKIP in kinds:
         from sp_core.testing.plan import leave
