@@ -13,7 +13,17 @@ from kit.failing import Alike
 
 from sp_core.testing import engine, given, session
 from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure, failure_class
-from sp_core.testing.plan import Example, Result, Spec, _decorated, fits, leave, ranks_of, sweep
+from sp_core.testing.plan import (
+    Example,
+    Result,
+    Spec,
+    _decorated,
+    fits,
+    leave,
+    ranks_of,
+    search,
+    sweep,
+)
 from sp_core.testing.session import Session
 
 pytestmark = pytest.mark.mpi_skip
@@ -104,6 +114,14 @@ def test_no_more_ranks_are_drawn_than_the_launch_has(
     monkeypatch.setattr(engine, "search", searched := Mock())
     given(max_ranks=4)(plain)()
     assert repr(searched.call_args.args[2]) == repr(st.integers(1, min(4, there or 4)))
+
+
+@pytest.mark.parametrize("there", [2, 3])
+def test_a_draw_that_needs_more_ranks_is_drawn_again(own_session: Session, there: int) -> None:
+    own_session.ranks, attempt = there, Mock(return_value={Kind.OK})
+    search(Spec(plain, {}, plain, {}), attempt, st.integers(1, 64), {}, 60)
+    drawn = {len(each.args[0].ranks) for each in attempt.call_args_list}
+    assert drawn == {*range(1, there + 1)}
 
 
 @pytest.mark.parametrize(

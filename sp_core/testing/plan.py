@@ -51,6 +51,8 @@ _OF_DRAWS = {
 """Decorators of Hypothesis by the attributes that they leave on a test."""
 MAX_THREADS = 128
 """The most ranks of an example in which ranks are threads."""
+MAX_DRAWS = 50
+"""The most draws of ranks for one example, if none before fits the launch."""
 Nprocs = int | tuple[int, ...]
 """A number p of ranks (the world ranks 0 to p-1), or world ranks in any order."""
 
@@ -275,7 +277,12 @@ def search(
         if Kind.REJECT in attempt(example, "to keep this example: @example({})"):
             hypothesis.reject()
 
-    drawn = {"nprocs": nprocs.filter(is_fitting), **strategies}
+    @st.composite
+    def fitting_ranks(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
+        draws = (draw(nprocs) for _ in range(MAX_DRAWS))
+        return next(filter(is_fitting, draws), None) or hypothesis.reject()
+
+    drawn = {"nprocs": fitting_ranks(), **strategies}
     try:
         _decorated(spec, driver, drawn, max_examples)()
     except (Unsatisfiable, FailedHealthCheck):
