@@ -189,7 +189,7 @@ def freed(comm: Any) -> None:
 def freed_by_the_body(comm: Any) -> None:
     """Expect the error of the body's own communicator; while an error is handled it stays."""
     try:
-        {}["k"]
+        dict[str, int]()["k"]
     except KeyError:
         comm.Free()
     for free in comm.Free, comm.Disconnect:
@@ -232,7 +232,7 @@ def test_an_example_in_which_a_check_raised_is_not_repeated_without_checks(
 def handling(comm: Any) -> None:
     """Wait for the other rank while an error is handled."""
     try:
-        {}["k"]
+        dict[str, int]()["k"]
     except KeyError:
         comm.Dup()
 

@@ -164,8 +164,9 @@ def _root(error: BaseException) -> tuple[BaseException, Kind]:
         kind = type(error)
         return error, _KINDS.get(f"{kind.__module__}.{kind.__name__}", Kind.FAIL)
     stop, *own = chain[ours[-1] :]
-    kind = Kind.WOKEN if isinstance(stop, Woken) else Kind.FAIL if own else Kind.MISMATCH
-    return [stop, *own][:2][-1], kind
+    if isinstance(stop, Woken):
+        return (own or [stop])[0], Kind.WOKEN
+    return (own[0], Kind.FAIL) if own else (stop, Kind.MISMATCH)
 
 
 @functools.cache

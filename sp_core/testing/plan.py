@@ -345,9 +345,9 @@ def sweep(spec: Spec, attempt: Try, sizes: Sequence[Nprocs]) -> None:
         except (pytest.skip.Exception, pytest.xfail.Exception) as error:
             left.append(error)
     ended = len(left) + rejected < len(fitting)
-    for error in left:
-        if isinstance(error, pytest.xfail.Exception) or not ended:
-            raise error
+    for way in left:
+        if isinstance(way, pytest.xfail.Exception) or not ended:
+            raise way
     if not ended:
         pytest.skip("`assume` rejects every size")
 
