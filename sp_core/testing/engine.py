@@ -89,8 +89,8 @@ def given(
     Args:
         nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any
             order; or is such a number or tuple itself. Default: 1 to `max_ranks`, and no more ranks
-            than the launch has. A draw that needs more ranks is rejected; if every draw needs more,
-            the test is skipped.
+            than the launch has. A draw that needs more ranks is made again; if every draw needs
+            more, the test is skipped.
         max_examples: number of examples; default: the profile's (see `profiles`), which may be one
             that the project itself has registered and loaded. A profile of the kit with more than
             60 examples scales this up in proportion; `brief` and `soak` scale it down. Pass 100
