@@ -1,6 +1,7 @@
 """Test how the sessions of all ranks become one; the values of other ranks are simulated."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -184,9 +185,13 @@ def test_a_report_fails_on_every_rank_or_on_none(
     item, call_of = SimpleNamespace(nodeid="test_x"), Mock()
     for lost in (False, True):
         report = SimpleNamespace(outcome=mine, longreprtext="", longrepr="own", when="call")
+        report.sections, said = (
+            [("Captured log call", "mine")],
+            [("Captured stdout call", "theirs")],
+        )
         if is_expected:
             report.wasxfail = "reason"
-        plugin = ranks_of(tmp_path, 0, ("test_x call", [], (other, "")))
+        plugin = ranks_of(tmp_path, 0, ("test_x call", [], ((other, ""), said)))
         plugin._lost = lost
         found = driven(plugin.pytest_runtest_makereport(item, call_of), report)
         assert found is report
@@ -194,6 +199,8 @@ def test_a_report_fails_on_every_rank_or_on_none(
         assert (found.longrepr == "own", hasattr(found, "wasxfail")) == (
             (True, is_expected) if stays or lost else (False, False)
         )
+        more = [] if stays or lost else [("Captured stdout call on rank 1", "theirs")]
+        assert report.sections == [("Captured log call", "mine"), *more]
     assert kit.mock_calls == [call.progress()] * 2
     with collected(), pytest.raises(TypeError, match="cannot use `subtests`"):
         next(plugin.pytest_runtest_makereport(item, call_of))
@@ -250,13 +257,15 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
     if has_cache:
         plugin.config.cache = SimpleNamespace(set=written)
     option = plugin.config.option
-    option.xmlpath = option.benchmark_json = option.color = "given"
+    option.xmlpath = option.benchmark_json = option.color = option.log_file = "given"
+    option.report_log = option.htmlpath = "given"
     usual = sys.stdout
     monkeypatch.setattr(sys, "stdout", usual)
     if rank:
         plugin._be_quiet()
         assert sys.stdout.name == "/dev/null"
-        values = {"xmlpath": None, "benchmark_json": None, "color": "given"}
+        unset = dict.fromkeys(("xmlpath", "benchmark_json", "report_log", "htmlpath"))
+        values = unset | {"color": "given", "log_file": os.devnull}
         assert vars(option) == values | {"basetemp": str(tmp_path / "tmp-rank1")}
         sys.stdout.close()
     (tmp_path / watch.RESULT).touch()  # of an earlier session of this launch

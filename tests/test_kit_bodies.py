@@ -3,6 +3,7 @@
 On ranks other than 0 the text of a failure has one line.
 """
 
+from contextlib import nullcontext
 from typing import Any, cast
 from unittest import SkipTest
 
@@ -39,6 +40,30 @@ def test_a_body_leaves_a_test_as_pytest_lets_it(leave: Any, expected: Any) -> No
     if leave is pytest.xfail:
         with pytest.raises(expected, match="not here"):
             given(nprocs=2, n=st.integers(0, 9))(lambda comm, n: leave("not here"))()
+
+
+@pytest.mark.parametrize(
+    ("leave", "end"),
+    [
+        (lambda: pytest.skip("not here"), None),
+        (lambda: pytest.xfail("not here"), pytest.xfail.Exception),
+        (lambda: assume(False), None),
+    ],
+)
+def test_a_size_that_leaves_does_not_hide_the_others(leave: Any, end: Any) -> None:
+    def body(comm: Any, last: int) -> None:
+        if comm.size == 1:
+            leave()
+        assert comm.size < last, "too many"
+
+    assert_told(failure_of(spmd(1, 2)(lambda comm: body(comm, 2))), "too many")
+    with pytest.raises(end) if end else nullcontext():
+        spmd(1, 2)(lambda comm: body(comm, 3))()
+
+
+def test_a_test_whose_sizes_are_all_rejected_is_skipped() -> None:
+    with pytest.raises(pytest.skip.Exception, match="`assume` rejects every size"):
+        spmd(1, 2)(lambda comm: assume(False) and None)()
 
 
 def test_an_exit_of_one_rank_ends_the_session() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from kit.failing import SEARCH, assert_told, failure_of
 from kit.faults import FAULTS, average
 
-from sp_core.errors import CollectiveMismatch, RankError
+from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
 from sp_core.testing import given, session, spmd, tier
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
@@ -186,6 +186,18 @@ def freed(comm: Any) -> None:
         twin.Barrier()
 
 
+def freed_by_the_body(comm: Any) -> None:
+    """Expect the error of the body's own communicator; while an error is handled it stays."""
+    try:
+        dict[str, int]()["k"]
+    except KeyError:
+        comm.Free()
+    for free in comm.Free, comm.Disconnect:
+        with pytest.raises(RankError, match=r"Pass comm.Dup\(\) to code that frees"):
+            free()
+    comm.Barrier()
+
+
 def too_long(comm: Any) -> None:
     """Expect the error of a message that is too long, after one that is not counted."""
     peer = 1 - comm.rank
@@ -203,7 +215,7 @@ def stuck(comm: Any) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        *(caught, caught_on_a_twin, expected, freed),
+        *(caught, caught_on_a_twin, expected, freed, freed_by_the_body),
         *(pytest.param(body, marks=pytest.mark.mpi) for body in (too_long, stuck)),
     ],
 )
@@ -215,6 +227,35 @@ def test_an_example_in_which_a_check_raised_is_not_repeated_without_checks(
     before = session.current.tally.raw
     spmd(2)(body)()
     assert session.current.tally.raw == before
+
+
+def handling(comm: Any) -> None:
+    """Wait for the other rank while an error is handled."""
+    try:
+        dict[str, int]()["k"]
+    except KeyError:
+        comm.Dup()
+
+
+def grouped(comm: Any) -> None:
+    """Raise the errors of a wait in a group."""
+    errors = []
+    try:
+        comm.Dup()
+    except PeerFailed as error:
+        errors.append(error)
+    raise ExceptionGroup("of tasks", errors)
+
+
+@pytest.mark.parametrize("waits", [handling, grouped])
+def test_a_rank_that_is_stopped_while_it_handles_an_error_is_not_blamed(waits: Any) -> None:
+    def body(comm: Any, leave: Any) -> None:
+        leave() if comm.rank else waits(comm)
+
+    text = failure_of(spmd(2)(lambda comm: body(comm, lambda: int("mine"))))
+    assert text.startswith("RankFailure[ValueError")
+    assert_told(text, "ValueError on rank 1 of 2: invalid literal")
+    spmd(1, 2)(lambda comm: body(comm, lambda: assume(False)) if comm.size > 1 else None)()
 
 
 def test_a_call_begun_early_ends_with_the_peer_that_never_makes_it() -> None:

@@ -80,13 +80,14 @@ def test_calls_do_what_torch_says(comm: Any, n: int, dtype: torch.dtype) -> None
 
 
 def pass_along(group: Any, mine: torch.Tensor, first: torch.Tensor) -> None:
-    """Send rank 0's tensor to the last rank. The other ranks call `stand_by`."""
+    """Send rank 0's tensor to the last rank, which expects `first`. Others call `stand_by`."""
     last = group.size - 1
     if group.rank == 0:
         group.send(mine, dst=last)
     elif group.rank == last:
-        group.recv(mine, src=0)
-        assert torch.equal(mine, first)
+        came = torch.empty_like(first)
+        group.recv(came, src=0)
+        assert torch.equal(came, first)
     else:
         group.stand_by()
 
@@ -132,6 +133,10 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "all send": (
         lambda group, odd: group.send(torch.zeros(2), (group.rank + 1) % group.size),
         "which does not expect them",
+    ),
+    "dtype of a message": (
+        lambda group, odd: pass_along(group, torch.zeros(2), torch.zeros(2, dtype=torch.int)),
+        "rank 0 sends 8 bytes of torch.float32 to rank",
     ),
     "split": (
         lambda group, odd: group.all_to_all_single(
@@ -242,5 +247,7 @@ def test_a_checked_communicator_of_ones_own_ends_with_its_block() -> None:
     assert world.rank == last or f"rank {last}: failed: LookupError" in str(caught.value)
     with CheckedComm(world) as comm:
         assert comm.allgather(comm.rank) == list(range(comm.size))
+        with pytest.raises(RankError, match="which the end of the body or block frees"):
+            comm.Free()
     with pytest.raises(RankError, match="freed"):
         comm.Barrier()

@@ -80,6 +80,8 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
         "python -m sp_core.testing.launch -n 3 -- python -m pytest --with-mpi",
         "failed on rank 1 of 3; this is what rank 1 says",
         "only here",
+        "Captured stdout call on rank 1",
+        "printed by rank 1",
         "the ranks disagree about the outcome of this test: "
         "rank 0: passed, rank 1: skipped, rank 2: passed",
         "rank 0: xpassed, rank 1: xfailed, rank 2: xpassed",

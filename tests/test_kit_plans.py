@@ -9,10 +9,21 @@ from unittest.mock import Mock, call
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from kit.failing import Alike
 
 from sp_core.testing import engine, given, session
 from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure, failure_class
-from sp_core.testing.plan import Example, Result, Spec, _decorated, fits, leave, ranks_of, sweep
+from sp_core.testing.plan import (
+    Example,
+    Result,
+    Spec,
+    _decorated,
+    fits,
+    leave,
+    ranks_of,
+    search,
+    sweep,
+)
 from sp_core.testing.session import Session
 
 pytestmark = pytest.mark.mpi_skip
@@ -105,11 +116,19 @@ def test_no_more_ranks_are_drawn_than_the_launch_has(
     assert repr(searched.call_args.args[2]) == repr(st.integers(1, min(4, there or 4)))
 
 
+@pytest.mark.parametrize("there", [2, 3])
+def test_a_draw_that_needs_more_ranks_is_drawn_again(own_session: Session, there: int) -> None:
+    own_session.ranks, attempt = there, Mock(return_value={Kind.OK})
+    search(Spec(plain, {}, plain, {}), attempt, st.integers(1, 64), {}, 60)
+    drawn = {len(each.args[0].ranks) for each in attempt.call_args_list}
+    assert drawn == {*range(1, there + 1)}
+
+
 @pytest.mark.parametrize(
     ("sizes", "ran"), [((1, 2, 5), (1, 2)), (((0, 2), 3, (3,)), ((0, 2), 3)), ((5, (7, 0)), None)]
 )
 def test_sizes_that_the_launch_has_are_run(own_session: Session, sizes: Any, ran: Any) -> None:
-    own_session.ranks, attempt = 3, Mock()
+    own_session.ranks, attempt = 3, Mock(return_value={Kind.OK})
     skipped = pytest.skip.Exception, "needs 5 ranks, the launch has 3"
     assert left(lambda: sweep(Spec(plain, {}, plain, {}), attempt, sizes)) == (
         (None, "") if ran else skipped
@@ -150,7 +169,7 @@ def judge(many: int, most: int, bad: Any = lambda example: False) -> list[tuple[
 
     def plan(spec: Spec, judged: Any) -> None:
         for n in range(many):
-            judged(Example((0, 1), {"n": n}), "keep {}")
+            judged(Example((0, 1), {"n": Alike(n)}), "keep {}")
 
     engine._lead(Spec(plain, {}, plain, {}), plan, attempt, most)
     return ran
@@ -187,7 +206,7 @@ def test_a_failure_names_its_example_and_how_to_run_it_again(
     assert type(caught.value).__name__ == "RankFailure[KeyError at b.py:3]"
     text = str(caught.value)
     example = "example: plain(nprocs=2, n=0)" if raw else "keep nprocs=2, n=0"
-    assert text.endswith(f'\n{example}\nrun it again: python -m pytest "test_a.py::test_b"')
+    assert text.endswith(f"\n{example}\nrun it again: python -m pytest test_a.py::test_b")
     assert text.startswith("raw replay: this example passes") == raw
 
 
@@ -216,15 +235,16 @@ def test_several_bugs_of_one_test_are_told_together(own_session: Session, bug: E
         assert caught.value is group
 
 
-@pytest.mark.parametrize("wanted", [*itertools.product([False, True], repeat=6)])
+@pytest.mark.parametrize("wanted", [*itertools.product([False, True], repeat=7)])
 def test_the_command_to_run_a_test_again_has_what_this_run_has(
     monkeypatch: pytest.MonkeyPatch, own_session: Session, wanted: tuple[bool, ...]
 ) -> None:
-    profile, examples, ranks, device, shared, seed = wanted
+    profile, examples, ranks, device, shared, seed, named = wanted
     monkeypatch.setenv("SP_PROFILE", "soak" * profile)
     monkeypatch.setenv("SP_EXAMPLES", "7" * examples)
     own_session.ranks, own_session.seed = 3 * ranks, (0, "a b")[examples] if seed else None
     own_session.device, own_session.share_gpu = "cuda" if device else "cpu", shared
+    own_session.node_id, own_session.profile = "test_a.py::test_b[$x]", "own" if named else None
     words = [
         "SP_PROFILE=soak" * profile,
         "SP_EXAMPLES=7" * examples,
@@ -233,8 +253,9 @@ def test_the_command_to_run_a_test_again_has_what_this_run_has(
         "--with-mpi" * ranks,
         "--sp-device cuda" * device,
         "--sp-share-gpu" * shared,
+        "--hypothesis-profile=own" * named,
         ("--hypothesis-seed=0", "'--hypothesis-seed=a b'")[examples] * seed,
-        '"test_a.py::test_b"',
+        "'test_a.py::test_b[$x]'",
     ]
     command = " ".join(filter(None, words))
     assert engine._rerun(Spec(plain, {}, plain, {})) == f"run it again: {command}"

@@ -75,7 +75,9 @@ def test_a_seed_is_chosen_where_examples_differ_in_every_run(
         named = profile or ("pr" if "hypothesis_profile" in options else loaded)
         assert settings.get_current_profile_name() == named
         expected: dict[str, Any] = {"device": "a", "share_gpu": "b", "raw_replay": True}
-        assert session.current == Session(**expected, seed=seed)
+        assert session.current == Session(
+            **expected, seed=seed, profile=options.get("hypothesis_profile")
+        )
         worker = config(**options)
         worker.workerinput = node.workerinput
         monkeypatch.setattr(random, "SystemRandom", lambda: Mock(randrange=lambda most: 1))
@@ -145,12 +147,13 @@ def test_the_running_test_is_known_by_a_path_from_here(
     current: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", nodeid="rootdir/test_x.py::C::y")
+    nodeid = "rootdir/test_x.py::C::y[::]@group"
+    item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", nodeid=nodeid, name="y[::]")
     hook = plugin.pytest_runtest_protocol(item)
     next(hook)
     with pytest.raises(StopIteration) as end:
         hook.send("result")
-    assert (end.value.value, current.node_id) == ("result", "a/test_x.py::C::y")
+    assert (end.value.value, current.node_id) == ("result", "a/test_x.py::C::y[::]")
 
 
 @pytest.mark.parametrize("when", ["setup", "call"])
@@ -250,6 +253,18 @@ def test_the_oldest_pytest_suffices(module: str, tmp_path: Path) -> None:
     program = "import pytest; vars(pytest).pop('TerminalReporter', 0); "
     program += f"import sp_core.testing.{module}"
     assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, "")
+
+
+@pytest.mark.parametrize("order", ["{own}; {kit}", "{kit}; {own}"])
+@pytest.mark.parametrize("profile", ["pr", "soak"])
+def test_a_profile_of_a_project_stays_whatever_its_name(
+    order: str, profile: str, tmp_path: Path
+) -> None:
+    own = f"s.register_profile({profile!r}, max_examples=7); s.load_profile({profile!r})"
+    program = order.format(kit="from sp_core.testing import profiles as p", own=own)
+    program = f"from hypothesis import settings as s; {program}"
+    program += "; print(s().max_examples, p.chosen(None).max_examples, p.name())"
+    assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, "7 7 pr\n")
 
 
 def test_a_worker_that_has_crashed_has_no_counts(current: Session) -> None:

@@ -15,7 +15,7 @@ from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import strategies as st
-from kit.failing import failure_of
+from kit.failing import Alike, failure_of
 from studies.commands import outside, printed
 
 from sp_core.launch import results, watch
@@ -97,6 +97,7 @@ def phase_of(when: str, outcome: str) -> SimpleNamespace:
 
 CASES: dict[str, tuple[list[str], str, str, str]] = {
     "test_x.py::a": (["passed"] * 3, "passed", "test_x", "a"),
+    "tests/test_x.py::a[std::sum]": (["passed"], "passed", "tests.test_x", "a[std::sum]"),
     "tests/test_x.py::b": (["passed", "failed", "rerun"], "failed", "tests.test_x", "b"),
     "tests/test_x.py::c": (["passed", "passed", "error"], "error", "tests.test_x", "c"),
     "tests/test_x.py::d": (["passed", "failed", "error"], "error", "tests.test_x", "d"),
@@ -129,13 +130,13 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(
     with (tmp_path / results.FILE).open("a") as file:
         file.write('{"test": "tests/test_x.py::g"')  # an incomplete line, written as the rank died
     assert results.told(tmp_path) == [
-        "tests that had ended: 1 passed, 2 skipped, 1 failed, 2 error",
+        "tests that had ended: 2 passed, 2 skipped, 1 failed, 2 error",
         *(f"  {CASES[f'tests/test_x.py::{name}'][1]}: tests/test_x.py::{name}" for name in "bcd"),
         *([f"test under way: {where}"] if is_last_under_way else []),
     ]
     results.write_junit(tmp_path, "rank 1 died first")
     (suite,) = ET.parse(tmp_path / "new" / "one" / "junit.xml").getroot()
-    expected = {"name": "a suite", "tests": "7", "failures": "1", "errors": "3", "skipped": "2"}
+    expected = {"name": "a suite", "tests": "8", "failures": "1", "errors": "3", "skipped": "2"}
     assert suite.attrib == expected
     died = ("error", "rank 1 died first", "rank 1 died first")
     found = [
@@ -260,7 +261,7 @@ def test_each_test_has_a_launch_which_ends_before_the_next(monkeypatch: pytest.M
     monkeypatch.setattr(session, "current", session.Session())
     jobs.pytest_configure()
     assert (session.current.ranks, session.current.attempt) == (4, jobs.attempt)
-    examples = [Example((2, 1), {"n": n}) for n in range(4)]
+    examples = [Example((2, 1), {"n": Alike(n)}) for n in range(4)]
     specs: list[Any] = [SimpleNamespace(test_id=name) for name in "ab"]
     for _ in range(2):
         found = [jobs.attempt(specs[n > 0], examples[n]) for n in range(4)]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -173,6 +174,25 @@ def test_mpi4py_names_a_request_of_threads_that_it_cannot_take() -> None:
 
     tutorial = Path(__file__).resolve().parents[1] / "docs" / "tutorials" / "testing.md"
     assert f"`{run_threads(1, body)[0]}`" in tutorial.read_text()
+
+
+def test_ranks_end_with_an_exception_of_the_thread_that_waits_for_them() -> None:
+    def body(comm: Any) -> None:
+        while comm.rank:
+            pass
+        comm.Recv(np.zeros(1), 1)
+
+    def alarm(*_: object) -> None:
+        raise InterruptedError("the time of the test is up")
+
+    before, usual = threading.active_count(), signal.signal(signal.SIGALRM, alarm)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(InterruptedError, match="is up"):
+            run_threads(2, body, timeout=5)
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+    assert threading.active_count() == before
 
 
 def test_an_endless_loop_ends(

@@ -120,9 +120,10 @@ def write_junit(directory: Path, report: str) -> None:
     head = {"name": wanted["suite"], "tests": str(len(cases)), **counts}
     suite = ET.SubElement(root, "testsuite", head)
     for name, case in cases.items():
-        path, *parts = name.split("::")
+        address, *parameters = name.partition("[")
+        path, *parts = address.split("::")
         classname = ".".join([path.removesuffix(".py").replace("/", "."), *parts[:-1]])
-        told = {"classname": classname, "name": (parts or [path])[-1]}
+        told = {"classname": classname, "name": "".join([(parts or [path])[-1], *parameters])}
         made = ET.SubElement(suite, "testcase", told, time=f"{case['seconds']:.3f}")
         if tag := _TAGS.get(case["outcome"]):
             # XML allows no other characters

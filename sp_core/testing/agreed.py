@@ -19,7 +19,12 @@ from sp_core.testing import requests
 from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, find_shared_gpu, keep_largest, thread
 
-_RESULT_FILES = {"xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave"}
+_RESULT_FILES = {
+    *("xmlpath", "report_log", "htmlpath"),
+    *("benchmark_json", "benchmark_save", "benchmark_autosave"),
+}
+_MOST_SAID = 20_000
+"""The most characters of captured output that a rank tells the others, of each kind."""
 
 
 class Ranks:
@@ -97,6 +102,7 @@ class Ranks:
         option = self.config.option
         vars(option).update(dict.fromkeys(_RESULT_FILES & vars(option).keys()))
         # pytest clears it at the start, also while other ranks use it
+        option.log_file = os.devnull  # None would stand for that of the ini file
         option.basetemp = str(self._watch.directory / f"tmp-rank{self.rank}")
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  until the terminal reporter has taken it
 
@@ -164,7 +170,8 @@ class Ranks:
     ) -> Generator[None, Any, pytest.TestReport]:
         """Combine all ranks' reports on a test's setup, call or teardown. Every rank waits for all.
 
-        If a rank has failed, or the outcomes differ, the report fails on every rank.
+        If a rank has failed, or the outcomes differ, the report fails on every rank. It then has
+        the captured output of all ranks that failed.
 
         Raises:
             TypeError: the body of an example uses the fixture `subtests`.
@@ -181,9 +188,18 @@ class Ranks:
                 {"passed": "xpassed", "skipped": "xfailed"} if hasattr(report, "wasxfail") else {}
             )
             mine = xfail.get(report.outcome, report.outcome), report.longreprtext
-            text = self._judged(self._everyone(f"{item.nodeid} {report.when}", mine))
+            said = report.sections if report.outcome == "failed" else []
+            told = mine, [(name, text[-_MOST_SAID:]) for name, text in said]
+            everyone = self._everyone(f"{item.nodeid} {report.when}", told)
+            text = self._judged([each for each, _ in everyone])
             if text:
                 report.outcome, report.longrepr = "failed", text
+                report.sections += [
+                    (f"{name} on rank {rank}", text)
+                    for rank, (_, sections) in enumerate(everyone)
+                    for name, text in sections
+                    if rank != self.rank
+                ]
                 vars(report).pop("wasxfail", None)
         return report
 

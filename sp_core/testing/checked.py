@@ -122,6 +122,7 @@ class CheckedComm(Messages):
         )
 
     def __enter__(self) -> Any:  # Any: its methods are those of mpi4py
+        self.family.held = True
         return self
 
     def __exit__(

@@ -142,7 +142,8 @@ class CheckedGroup:
 
         At the same time rank `dst` must call `recv`, and all other ranks `stand_by`.
         """
-        message = Message(self.rank, dist.get_group_rank(self._group, dst), 0, tensor.nbytes)
+        to, kind = dist.get_group_rank(self._group, dst), str(tensor.dtype)
+        message = Message(self.rank, to, 0, tensor.nbytes, kind)
         self._agree(
             lambda: dist.send(tensor, dst, self._group),
             "send or recv",
@@ -155,7 +156,8 @@ class CheckedGroup:
 
         At the same time rank `src` must call `send`, and all other ranks `stand_by`.
         """
-        message = Message(dist.get_group_rank(self._group, src), self.rank, 0, tensor.nbytes)
+        source, kind = dist.get_group_rank(self._group, src), str(tensor.dtype)
+        message = Message(source, self.rank, 0, tensor.nbytes, kind)
         self._agree(
             lambda: dist.recv(tensor, src, self._group),
             "send or recv",

@@ -184,10 +184,20 @@ class LockstepComm(Observer, ABC):
 
         While an exception is handled, the communicator is only marked as freed, so that no second
         error hides the exception. The end of the example then frees it.
+
+        Raises:
+            RankError: this is the communicator of a test's body or of a `with` block.
         """
+        is_first = self.family.held and self is self.family.members[0]
         if sys.exception() is not None:
-            self._freed = True
+            self._freed = not is_first
             return
+        if is_first:
+            self.family.stopped = True
+            raise RankError(
+                f"Free on {self.lockstep.name}, which the end of the body or block frees. "
+                "Pass comm.Dup() to code that frees its communicator."
+            )
         self.ensure_complete("Free")
         self._enter(self.lockstep.ending("Free"))
         self.family.stopped |= self.lockstep.stopped

@@ -10,6 +10,7 @@ between all ranks of the launch.
 import functools
 import inspect
 import os
+import pickle
 import shlex
 import traceback
 from collections.abc import Callable, Iterator
@@ -88,8 +89,8 @@ def given(
     Args:
         nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any
             order; or is such a number or tuple itself. Default: 1 to `max_ranks`, and no more ranks
-            than the launch has. A draw that needs more ranks is rejected; if every draw needs more,
-            the test is skipped.
+            than the launch has. A draw that needs more ranks is made again; if every draw needs
+            more, the test is skipped.
         max_examples: number of examples; default: the profile's (see `profiles`), which may be one
             that the project itself has registered and loaded. A profile of the kit with more than
             60 examples scales this up in proportion; `brief` and `soak` scale it down. Pass 100
@@ -129,8 +130,8 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
 
     Args:
         sizes: numbers of ranks, or tuples of world ranks. Default: 1 to the size of the launch, or
-            1 to 4 if ranks are threads. Sizes above the launch's are left out; if all are, the test
-            is skipped.
+            1 to 4 if ranks are threads. Sizes above the launch's are left out. The test is skipped
+            if none is left, or if the body skips or rejects each.
 
     Returns:
         A decorator, which returns the function that pytest calls.
@@ -214,7 +215,7 @@ def _lead(
         RankFailure: an example failed. The text has each bug, its example, and the command to
             repeat the test. Other errors of the plan are raised as they are.
     """
-    passed: dict[str, Example] = {}
+    passed: dict[bytes, Example] = {}
 
     def judged(example: Example, keeps: str) -> set[Kind]:
         result = attempt(spec, example)
@@ -225,8 +226,9 @@ def _lead(
             problem.add_note(keeps.format(example))
             raise problem from None
         kinds = {outcome.kind for outcome in result.outcomes}
-        if Kind.REJECT not in kinds and all(each.replayable for each in result.outcomes):
-            passed[str(example)] = example
+        runs_again = replays and all(each.replayable for each in result.outcomes)
+        if runs_again and Kind.REJECT not in kinds:
+            passed[pickle.dumps(example)] = example  # different values may look alike
         return kinds
 
     try:
@@ -275,11 +277,12 @@ def _rerun(spec: Spec) -> str:
         "--with-mpi": current.world_size,
         f"--sp-device {current.device}": current.device != "cpu",
         "--sp-share-gpu": current.share_gpu,
+        shlex.quote(f"--hypothesis-profile={current.profile}"): current.profile,
         shlex.quote(f"--hypothesis-seed={current.seed}"): current.seed is not None,
     }
     chosen = "".join(f"{option} " for option, wanted in options.items() if wanted)
     head = f"run it again: {prefix}{launch if current.world_size else ''}python -m pytest "
-    return f'{head}{chosen}"{spec.test_id}"'
+    return f"{head}{chosen}{shlex.quote(spec.test_id)}"
 
 
 def _communicator(control: MpiCarrier, example: Example) -> Any:

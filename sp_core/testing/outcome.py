@@ -144,23 +144,29 @@ def _traceback(error: BaseException) -> str:
     return "".join(shown.format())
 
 
+def _behind(error: BaseException) -> BaseException | None:
+    """Return the error behind an error: a `Woken` in a group, else its cause or context."""
+    woken = error.subgroup(Woken) if isinstance(error, BaseExceptionGroup) else None
+    return woken.exceptions[0] if woken else error.__cause__ or error.__context__
+
+
 def _root(error: BaseException) -> tuple[BaseException, Kind]:
     """Return the error to report, and its kind.
 
-    Cleaning up after an error often raises a second error, which must not hide the first.
+    Cleaning up after an error often raises a second error, which must not hide the first. If a
+    peer's end stopped this rank, the kind is WOKEN even if the rank was handling its own error.
     """
     chain = [error]
-    while (
-        cause := chain[-1].__cause__ or chain[-1].__context__
-    ) is not None and cause not in chain:
-        chain.append(cause)
+    while (behind := _behind(chain[-1])) is not None and behind not in chain:
+        chain.append(behind)
     ours = [i for i, link in enumerate(chain) if isinstance(link, Woken | Mismatched)]
     if not ours:
         kind = type(error)
         return error, _KINDS.get(f"{kind.__module__}.{kind.__name__}", Kind.FAIL)
-    if ours[-1] + 1 < len(chain):
-        return chain[ours[-1] + 1], Kind.FAIL
-    return chain[ours[-1]], Kind.WOKEN if isinstance(chain[ours[-1]], Woken) else Kind.MISMATCH
+    stop, *own = chain[ours[-1] :]
+    if isinstance(stop, Woken):
+        return (own or [stop])[0], Kind.WOKEN
+    return (own[0], Kind.FAIL) if own else (stop, Kind.MISMATCH)
 
 
 @functools.cache

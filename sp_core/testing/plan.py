@@ -51,6 +51,8 @@ _OF_DRAWS = {
 """Decorators of Hypothesis by the attributes that they leave on a test."""
 MAX_THREADS = 128
 """The most ranks of an example in which ranks are threads."""
+MAX_DRAWS = 50
+"""The most draws of ranks for one example, if none before fits the launch."""
 Nprocs = int | tuple[int, ...]
 """A number p of ranks (the world ranks 0 to p-1), or world ranks in any order."""
 
@@ -275,7 +277,12 @@ def search(
         if Kind.REJECT in attempt(example, "to keep this example: @example({})"):
             hypothesis.reject()
 
-    drawn = {"nprocs": nprocs.filter(is_fitting), **strategies}
+    @st.composite
+    def fitting_ranks(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
+        draws = (draw(nprocs) for _ in range(MAX_DRAWS))
+        return next(filter(is_fitting, draws), None) or hypothesis.reject()
+
+    drawn = {"nprocs": fitting_ranks(), **strategies}
     try:
         _decorated(spec, driver, drawn, max_examples)()
     except (Unsatisfiable, FailedHealthCheck):
@@ -310,7 +317,8 @@ def _decorated(
 def sweep(spec: Spec, attempt: Try, sizes: Sequence[Nprocs]) -> None:
     """Try one example for each size that the launch has.
 
-    The test is skipped if the launch has none of them.
+    The test is skipped if the launch has none of them, or if the body runs to its end with none.
+    It ends as an expected failure if the body calls pytest's `xfail` with any size.
 
     Args:
         spec: the test.
@@ -329,8 +337,19 @@ def sweep(spec: Spec, attempt: Try, sizes: Sequence[Nprocs]) -> None:
     if not fitting:
         least = min(max(ranks_of(size)) for size in sizes) + 1
         pytest.skip(f"needs {least} ranks, the launch has {session.current.world_size}")
+    left: list[BaseException] = []
+    rejected = 0
     for example in fitting:
-        attempt(example, "failed with {}")
+        try:
+            rejected += Kind.REJECT in attempt(example, "failed with {}")
+        except (pytest.skip.Exception, pytest.xfail.Exception) as error:
+            left.append(error)
+    ended = len(left) + rejected < len(fitting)
+    for way in left:
+        if isinstance(way, pytest.xfail.Exception) or not ended:
+            raise way
+    if not ended:
+        pytest.skip("`assume` rejects every size")
 
 
 UNASKED, EXAMPLE, RESULT = "feed", "example.pickle", "example-result.pickle"

@@ -1,7 +1,7 @@
 """The pytest plugin: one report, one exit code and one result file for all ranks of a launch.
 
-It works beside pytest-mpi. Without `--with-mpi`, if no test uses `given` or `spmd`, it does nothing
-and imports nothing.
+It works beside pytest-mpi. Without `--with-mpi`, SP_PROFILE and `--hypothesis-profile`, if no test
+uses `given` or `spmd`, it does nothing and imports nothing.
 """
 
 import functools
@@ -69,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raw_replay=not config.getoption("--sp-no-raw-replay"),
     )
     named, seed = (config.getoption(f"--hypothesis-{x}", None) for x in ("profile", "seed"))
+    session.profile = named
     with suppress(ValueError, TypeError):
         seed = int(seed)  # as Hypothesis takes it, to which every other text is a seed, too
     session.seed = getattr(config, "workerinput", {}).get("sp_core_seed", seed)
@@ -131,7 +132,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Remember the id of the running test, for the command that runs it again."""
-    kit.current.node_id = "::".join([os.path.relpath(item.path), *item.nodeid.split("::")[1:]])
+    nodeid = "".join(item.nodeid.rpartition(item.name)[:2])  # pytest-xdist adds a group's name
+    kit.current.node_id = "::".join([os.path.relpath(item.path), *nodeid.split("::")[1:]])
     return (yield)
 
 

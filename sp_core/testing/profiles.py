@@ -8,7 +8,8 @@ Hypothesis itself also draws constants that it finds in the loaded modules of th
 module is imported it does not, or examples would change with every edit of the project.
 
 If a profile that a project has registered itself is loaded instead, the values in which it differs
-from Hypothesis' profile `default` replace those of `pr`; its deadline does not. Hypothesis does not
+from Hypothesis' profile `default` replace those of `pr`; its deadline does not. That holds for a
+profile of a name above, too: a project's own is not replaced. Hypothesis does not
 tell which values of a profile or of `@settings` were given. So without SP_PROFILE a value that is
 Hypothesis' own default counts as not given, such as `@settings(max_examples=100)`.
 """
@@ -17,6 +18,7 @@ import os
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import InvalidArgument
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
@@ -47,17 +49,23 @@ _TAKEN_FROM_TEST = (
 
 
 vars(providers)["_get_local_constants"] = Constants  # Hypothesis has no setting for it
-for _name, _values in _OWN.items():
-    settings.register_profile(
-        _name,
+_PROFILES = {
+    name: settings(
         # not Hypothesis' profile `ci`, which it takes where the variable CI is set
         settings.get_profile("default"),
         deadline=None,  # times include waiting for other ranks
         suppress_health_check=SUPPRESSED,
         print_blob=True,
         phases=set(Phase) - {Phase.explain},  # `explain` traces only the thread that draws
-        **_values,
+        **values,
     )
+    for name, values in _OWN.items()
+}
+for _name, _profile in _PROFILES.items():
+    try:
+        settings.get_profile(_name)  # a project's own profile stays
+    except InvalidArgument:
+        settings.register_profile(_name, _profile)
 
 
 def load(named: str | None) -> bool:
@@ -83,7 +91,7 @@ def load(named: str | None) -> bool:
 def name() -> str:
     """Return the name of the loaded profile if it is one of this module's, else "pr"."""
     loaded = settings.get_current_profile_name()
-    return loaded if loaded in _OWN else DEFAULT
+    return loaded if settings.get_profile(loaded) is _PROFILES.get(loaded) else DEFAULT
 
 
 def allow_fixtures(test: Any) -> None:
@@ -129,9 +137,9 @@ def chosen(
         seeded: whether a seed was asked for. Then the examples are drawn from the seed and not from
             the test's name.
     """
-    profile = settings.get_profile(name())
+    profile = _PROFILES[name()]
     values: dict[str, Any] = {}
-    if settings.get_current_profile_name() not in _OWN:
+    if settings.get_profile(settings.get_current_profile_name()) is not profile:
         values = _differing(settings.default, settings.get_profile("default"))
     if own is not None:
         values |= _differing(own, settings.default)

@@ -17,7 +17,7 @@ from sp_core.launch import watch
 from sp_core.testing.carriers import Stopped, ThreadCarrier, World
 from sp_core.testing.lockstep import abandon
 from sp_core.testing.outcome import FINISHED, Kind, Mismatched, Outcome, capture, failure
-from sp_core.testing.session import thread
+from sp_core.testing.session import collected, remark, thread
 from sp_core.testing.stuck import Family
 from sp_core.testing.threads import ThreadComm
 
@@ -64,8 +64,9 @@ def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = 
             f"{size=} and {timeout=} were given; pass a size of 1 or more, and seconds above 0."
         )
     __tracebackhide__ = True  # pytest shows the line that calls this
-    with assuming():
+    with assuming(), collected() as remarks:
         results, outcomes = run_ranks(size, body, timeout=timeout)
+    remark(remarks)  # Hypothesis takes them in its own thread only
     kinds = {outcome.kind for outcome in outcomes}
     if Kind.SKIP in kinds:
         from sp_core.testing.plan import leave
@@ -181,7 +182,7 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
         Stopped: a rank hangs, so all ranks must end.
         Mismatched: the ranks are in a deadlock.
     """
-    result, outcome = None, FINISHED
+    result, outcome, family.held = None, FINISHED, True
     try:
         result = body()
         kept = progress.of_this_rank().kept
@@ -198,29 +199,39 @@ def _join(world: World, ranks: Sequence[threading.Thread], timeout: float) -> No
     """Wait for all ranks until the time limit.
 
     If one is late, print all stacks, end the late ranks as far as possible, and raise
-    `ThreadsHung`.
+    `ThreadsHung`. Also end them if a signal raises an exception in this thread.
     """
     deadline = time.monotonic() + min(timeout, watch.LONGEST_SECONDS)
-    for rank in ranks:
-        rank.join(max(deadline - time.monotonic(), 0.0))
-    late = {number: rank for number, rank in enumerate(ranks) if rank.is_alive()}
+    try:
+        for rank in ranks:
+            rank.join(max(deadline - time.monotonic(), 0.0))
+    except BaseException:
+        _end(world, ranks)
+        raise
+    late = [number for number, rank in enumerate(ranks) if rank.is_alive()]
     if not late:
         return
     print(
-        f"\nranks {[*late]} of {world.size} have not ended after {timeout:g} s; all stacks:",
+        f"\nranks {late} of {world.size} have not ended after {timeout:g} s; all stacks:",
         file=sys.__stderr__,
     )
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+    blame = _end(world, ranks)
+    raise ThreadsHung(
+        f"the example has not ended within {timeout:g} s; ranks {blame} of {world.size} were "
+        "not waiting for another rank (stacks of all ranks are on standard error). The cause may "
+        "be an endless loop, a wait without MPI, or slow code: SP_WATCHDOG_S allows more."
+    )
+
+
+def _end(world: World, ranks: Sequence[threading.Thread]) -> list[int]:
+    """End all ranks as far as possible. Return those that were not waiting for another rank."""
     blame = sorted({*range(world.size)} - world.away - world.waiting.keys())
     for number in blame:  # an endless loop in Python code ends at its next instruction
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(ranks[number].ident or 0), ctypes.py_object(Stopped)
         )
     world.stop()
-    for rank in late.values():
+    for rank in ranks:
         rank.join(GRACE_SECONDS)
-    raise ThreadsHung(
-        f"the example has not ended within {timeout:g} s; ranks {blame} of {world.size} were "
-        "not waiting for another rank (stacks of all ranks are on standard error). The cause may "
-        "be an endless loop, a wait without MPI, or slow code: SP_WATCHDOG_S allows more."
-    )
+    return blame

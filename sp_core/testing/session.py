@@ -105,6 +105,7 @@ class Session:
         share_gpu: whether several ranks may use one GPU.
         gpu_is_shared: whether another rank of this launch uses this rank's GPU.
         raw_replay: whether passed examples run again without the checks between ranks.
+        profile: Hypothesis' profile that the command line names, if any.
         seed: Hypothesis' seed, if one is in use; else None.
         node_id: id of the running test.
         tally: counts of this session.
@@ -118,6 +119,7 @@ class Session:
     share_gpu: bool = False
     gpu_is_shared: bool = False
     raw_replay: bool = True
+    profile: str | None = None
     seed: int | str | None = None
     node_id: str = ""
     tally: Tally = field(default_factory=Tally)
@@ -176,7 +178,7 @@ def event(value: str, payload: str | float = "") -> None:
         value: name of the class.
         payload: more detail; each value of it is a class of its own.
     """
-    _say({("event", value, str(payload)): 0.0})
+    remark({("event", value, str(payload)): 0.0})
 
 
 def features(values: Mapping[str, object]) -> None:
@@ -186,7 +188,7 @@ def features(values: Mapping[str, object]) -> None:
         values: the example's value in each dimension in which examples differ, such as
             {"scheme": "ring"}.
     """
-    _say({("feature", f"{dimension}={value}"): 0.0 for dimension, value in values.items()})
+    remark({("feature", f"{dimension}={value}"): 0.0 for dimension, value in values.items()})
 
 
 def target(observation: float, *, label: str = "") -> None:
@@ -203,7 +205,7 @@ def target(observation: float, *, label: str = "") -> None:
     """
     if not math.isfinite(number := float(observation)):
         raise ValueError(f"a target must be finite, but {number} was given.")
-    _say({("target", label): number})
+    remark({("target", label): number})
 
 
 def note(value: object) -> None:
@@ -211,7 +213,7 @@ def note(value: object) -> None:
 
     A note that several ranks make is shown once.
     """
-    _say({("note", str(value)): 0.0})
+    remark({("note", str(value)): 0.0})
 
 
 def record_ratio(name: str, value: float) -> None:
@@ -224,10 +226,10 @@ def record_ratio(name: str, value: float) -> None:
         value: error over bound; a session whose greatest value is above the option
             `sp_max_error_ratio` (0.5) fails.
     """
-    _say({("ratio", name): value})
+    remark({("ratio", name): value})
 
 
-def _say(remarks: Remarks) -> None:
+def remark(remarks: Remarks) -> None:
     """Add remarks (an event, note, ...) to those of the example that this thread runs.
 
     If it runs none, keep the errors over their bounds for the session. Hand all other remarks to

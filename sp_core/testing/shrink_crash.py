@@ -9,6 +9,7 @@ a new launch.
 
 import argparse
 import contextlib
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -119,13 +120,14 @@ class Jobs:
     def __init__(self, ranks: int, options: Sequence[str], losses: int = LOSSES) -> None:
         self.ranks, self.launches, self.lost = ranks, 0, 0
         self._options, self._most = options, losses
-        self._known: dict[tuple[str, str], Result] = {}
+        self._known: dict[tuple[str, bytes], Result] = {}
         self._test = ""
         self._job: Job | None = None
 
     def attempt(self, spec: Spec, example: Example) -> Result:
         """Return the result of an example. An example is run once; later its result is repeated."""
-        key = (spec.test_id, str(example))
+        example.check_values()
+        key = (spec.test_id, pickle.dumps(example))
         if key not in self._known:
             self._known[key] = self._ask(spec.test_id, example)
         return self._known[key]

@@ -117,6 +117,7 @@ class Family:
     Attributes:
         stopped: whether a check has raised an error in this example, other than those that set
             `stopped` of a member's lockstep.
+        held: whether the end of a test's body or of a `with` block frees the first member.
         members: these communicators, in the order in which they were made.
         pending: functions that copy the send buffer of a transfer between threads once it may be
             read, and return whether they have done so.
@@ -125,7 +126,7 @@ class Family:
     def __init__(self, carrier: MpiCarrier | None = None) -> None:
         self.members: list[Any] = []
         self.pending: list[Callable[[], bool]] = []
-        self.stopped = False
+        self.stopped = self.held = False
         self._carrier = carrier
         self._ticket: Ticket[list[Report]] | None = None
         self._previous: list[Report] | None = None

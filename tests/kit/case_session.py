@@ -26,6 +26,7 @@ def test_the_next_one_runs(comm: Any) -> None:
 
 
 def test_without_communicator_fails_on_rank_1() -> None:
+    print(f"printed by rank {RANK}")
     assert RANK != 1, "only here"
 
 

@@ -81,6 +81,11 @@ ON_PROCESSES: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         lambda c: crossed(c, 1),
         lambda c: crossed(c, 0),
     ),
+    "one of two objects": (
+        STUCK,
+        lambda c: MPI.Request.waitall([c.irecv(source=1, tag=tag) for tag in (3, 4)]),
+        lambda c: c.send(0, 0, 3),
+    ),
     "an unsafe ring": (
         STUCK,
         lambda c: (c.send(0, 1), c.recv(source=1)),
