@@ -196,14 +196,12 @@ def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) ->
 @spmd(3)
 def test_shared_keys_may_be_overwritten_when_attention_has_returned(comm: Any, mode: Any) -> None:
     with sp.Mesh(comm, transport="window", check="off", sp=3) as mesh, mode():
-        leave_alone(mesh["sp"])
-        k, v = (sp.shared_empty((1, 4, 1, 2), comm=mesh["sp"]).fill_(1.0) for _ in "kv")
+        leave_alone(group := mesh["sp"])
+        q, k, v = (sp.shared_empty((1, 4, 1, 2), comm=group).fill_(1.0) for _ in "qkv")
         for turn in range(6):
             v.fill_(turn)
             time.sleep(0.01 * ((comm.rank + turn) % 3))
-            twelve = sp.Sharding.contiguous(12, 3)
-            out = sp.ring_attention(torch.ones(1, 4, 1, 2), k, v, comm=mesh["sp"], sharding=twelve)
-            v.fill_(torch.nan)
+            out = sp.ring_attention(q, k, v, comm=group, sharding=sp.Sharding.contiguous(12, 3))
             assert (out == turn).all()
 
 
