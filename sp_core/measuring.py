@@ -11,6 +11,7 @@ by themselves, for predictions for any number of ranks and nodes. Whole collecti
 the given ranks, to correct these predictions.
 """
 
+import os
 import statistics
 import tempfile
 import time
@@ -41,6 +42,7 @@ from sp_core.tuning import (
     modelled,
     save,
 )
+from sp_core.tuning.files import VARIABLE
 
 Call = Callable[[], object]
 Samples = dict[str, dict[str, dict[int, list[float]]]]
@@ -335,18 +337,18 @@ def _median(world: Intracomm, call: Call, seconds: float) -> float:
 
 
 def told() -> tuple[bool, str]:
-    """Return whether this machine has measured constants, and the text that `doctor` prints."""
-    path = None
+    """Return whether there are constants for "auto" here, and the text that `doctor` prints."""
+    choice = os.environ.get(VARIABLE) or "auto"
+    otherwise = "algorithm='auto' uses the MPI library's algorithms"
+    if choice == "off":
+        return False, f"off, by {VARIABLE}; {otherwise}"
     try:
-        path = default_path(fingerprint())
-        tuning = load(path, fingerprint())
+        own = fingerprint() if choice == "auto" else None
+        path = default_path(own) if own else Path(choice)
+        tuning = load(path, own)
     except FileError as error:
-        reason = "none" if path and not path.exists() else str(error)
-        return (
-            False,
-            f"{reason}; algorithm='auto' uses the MPI library's algorithms. "
-            "To measure: python -m sp_core doctor --measure",
-        )
+        to_measure = "To measure: python -m sp_core doctor --measure"
+        return False, f"none: {error}; {otherwise}. {to_measure}"
     median, worst = tuning.error
     return (
         True,
