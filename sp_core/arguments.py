@@ -113,7 +113,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_sequence(value) and all(map(_is_real, value)),
         "a list or tuple with the cost, a number, of each layer",
     ),
-    "lengths": (_each(_is_real, set), "a list or tuple with the number of tokens of each sequence"),
+    "lengths": (_each(_is_whole, set), "a list or tuple of whole numbers: each sequence's tokens"),
     "packed": (_are_lists, "a list with the numbers of each rank's sequences, whole numbers"),
     "batches": (_is_sequence, "a list of micro-batches"),
     **dict.fromkeys(

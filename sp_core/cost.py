@@ -1,8 +1,9 @@
 """Compute the messages and bytes that each scheme sends, forward and backward. No MPI, no tensors.
 
 `allgather_kv`, `ring`, `ulysses`, `hybrid` and `tp_sp` return the traffic of one rank. They sum
-over the actual shards, the head split, the mask and the ring's schedule. For even shards and a full
-mask these are the bytes, with own = B * (S/P) * D * e for one head of one rank's tokens:
+over the actual shards, the head split, the mask and the ring's schedule. For even shards, a full
+mask, and H and K that P (in a hybrid U) divides, these are the bytes, with own = B * (S/P) * D * e
+for one head of one rank's tokens:
 
     scheme         forward                                   backward
     allgather_kv   (P-1) * 2K own                            the same, and (P-1) * 2K wide
@@ -13,7 +14,8 @@ mask these are the bytes, with own = B * (S/P) * D * e for one head of one rank'
 
 wide = B * (S/P) * D * max(e, 4) are the bytes of as many elements of summed gradients. A ring sends
 only keys and values that other ranks see; a full mask shows all. A block is the keys and values of
-one rank. tp_sp is a column-parallel layer followed by a row-parallel one.
+one rank. With fewer key/value heads than ranks, Ulysses sends copies, which the functions count.
+tp_sp is a column-parallel layer followed by a row-parallel one.
 
 These are bytes of payload. If a mesh uses an algorithm of this library for a collective,
 `sp_core.programs.cost` gives the bytes sent. With `shared`, ranks read keys and values in each

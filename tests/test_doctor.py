@@ -44,6 +44,7 @@ HERE = dict.fromkeys(
 )
 NO_MPI4PY = "raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')"
 OTHER_NODE = ("SP_TRANSPORT=pigeon", "SP_TUNING=/proc/nope")  # a mesh reads the latter on rank 0
+MEASURE = (*DOCTOR, "--measure")
 TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
 
 
@@ -127,6 +128,22 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
             },
             id="no GPU, and constants that cannot be kept",
         ),
+        pytest.param(
+            MEASURE,
+            {"SP_ALGORITHM": "magic"},
+            1,
+            {"mpiexec": "ok", "SP_ALGORITHM": "broken", "constants": "note"},
+            {"starts 2 ranks": 1, "1 broken": 1},
+            id="nothing is measured with a variable that no mesh takes",
+        ),
+        pytest.param(
+            (*TWO_RANKS[:2], "1", *MEASURE, ":", "-n", "1", "env", "SP_ALGORITHM=ring", *MEASURE),
+            {"SP_TUNING_DIR": "{tmp}/kept"},
+            1,
+            {"MPI": "ok", "constants": "broken", "nodes": "broken"},
+            {"constants: start all ranks with the same SP_TRANSPORT": 1, "2 broken": 1},
+            id="ranks with different variables cannot measure",
+        ),
     ],
 )
 def test_a_machine_is_examined(
@@ -201,7 +218,7 @@ def test_what_needs_mpi_and_a_mesh_is_left_out_without(
     }
     for part, found in parts.items():
         monkeypatch.setattr(doctor, part, found)
-    needs_mpi = [] if problem else [other, "constants True"]
+    needs_mpi = [] if problem else [other, f"constants {status == 'note'}"]
     needs_mesh = [mesh] if needs_mpi and status == "note" else []
     needs_nodes = ["transports cuda"] if needs_mesh and nodes == "ok" else []
     assert [*doctor.examine("cuda", measure=True)] == [
@@ -262,6 +279,18 @@ def test_a_job_of_one_rank_does_not_claim_to_have_measured(
     monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(size=ranks))
     assert doctor._constants(measure=measure).status == (status if measure else "ok")
     assert measuring.keep.call_count == kept * measure
+
+
+def test_the_ranks_that_measure_ignore_the_nodes_of_another_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setenv("SP_NODES", "0,0,1")
+    monkeypatch.setattr(
+        "sp_core.measuring.keep", lambda world: seen.append("SP_NODES" in os.environ)
+    )
+    exec(doctor.MEASURE)
+    assert seen == [False]
 
 
 def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(

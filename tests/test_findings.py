@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 from sp_core import doctor
-from sp_core.errors import CollectiveMismatch, DeviceError
+from sp_core.errors import CollectiveMismatch, DeviceError, RankError
 from sp_core.findings import Finding
 from sp_core.transport import NAMES
 from sp_core.tuning import FileError
@@ -157,6 +157,11 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         measuring(2) | {"measuring.keep": Mock(side_effect=FileError("Set SP_TUNING_DIR"))},
         partial(constants, measure=True),
         ("constants", "broken", "cannot be kept", "Set SP_TUNING_DIR"),
+    ),
+    (
+        measuring(2) | {"measuring.keep": Mock(side_effect=RankError("they differ"))},
+        partial(constants, measure=True),
+        ("constants", "broken", "not measured: they differ", SAME),
     ),
     (
         GPU | library(None) | {"no_device_memory": lambda kind: f"{kind} broke"},

@@ -19,7 +19,7 @@ from sp_core import measuring
 from sp_core.collectives import execution
 from sp_core.collectives.execution import BoundProgram, Ready
 from sp_core.mesh import fingerprint
-from sp_core.programs import usable
+from sp_core.programs import program_of, segment_length, usable
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport
 from sp_core.tuning import LINKS, Curve, FileError, Tuning, default_path, load, modelled, save
@@ -181,6 +181,37 @@ def test_the_first_rank_keeps_what_is_measured(
     run_threads(2, measuring.keep)
     saved.assert_called_once()
     assert load(default_path(fingerprint())).start == 3.0
+
+
+@pytest.mark.parametrize("size", [2, 3, 31, 32, 33, 128, 1024])
+def test_the_preparation_of_a_step_is_found_for_any_number_of_ranks(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call takes as long as on its slowest rank, which is not always this one."""
+    clock, group = Clock(), Mock(rank=0, size=size, device="cpu", nodes=(0,) * size)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def steps(name: str, moves: Any, rank: int) -> int:
+        segment = segment_length(moves.elements, size, moves.itemsize)
+        return len(program_of(moves._replace(rank=rank, segment=segment), name).steps)
+
+    def bind(_: Any, moves: Any, send: Any, recv: Any, name: str, scratch: Any) -> Any:
+        most[:] = [max(steps(name, moves, rank) for rank in {0, 1, size // 2, size - 1})]
+        clock.now += 2.0 + 3.0 * most[0]
+        return Mock(spec=BoundProgram, steps=range(steps(name, moves, 0)))
+
+    most: list[int] = []
+    world: Any = Mock(allgather=lambda mine: [mine, *(most if isinstance(mine, int) else [])])
+    parts = {"bind": bind, "BoundProgram": BoundProgram, "Ready": Ready}
+    monkeypatch.setattr(measuring, "execution", SimpleNamespace(**parts))
+    assert measuring._binding(world, group) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("op", measuring.OPS)
+def test_no_vector_is_empty_on_many_ranks(op: str) -> None:
+    """The smallest vector has 16 elements."""
+    group: Any = SimpleNamespace(size=17)
+    assert measuring.vector(op, measuring.SIZES[0], group).numel() > 0
 
 
 def test_sizes_are_powers_of_four_from_64_bytes_to_64_mib() -> None:

@@ -192,18 +192,26 @@ def test_the_environment_names_a_file(
 def test_the_doctor_says_what_auto_decides_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """SP_TUNING may name constants of another machine, or none. A name may be too long."""
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
-    path = default_path(fingerprint())
+    monkeypatch.delenv("SP_TUNING", raising=False)
+    path, mine = default_path(fingerprint()), tmp_path / "mine.json"
     known = replace(PLAIN, fingerprint=fingerprint(), error=(0.25, 0.5))
+    save(PLAIN, mine)
     for prepare, usable_, texts in (
-        (str, False, ("none; ", "doctor --measure")),
+        (str, False, ("none: ", "no such file", "doctor --measure")),
         (partial(path.write_text, "{"), False, ("cannot be read",)),
         (partial(save, known, path), True, ("1/beta 10.0 GB/s", "25% (median) or 50%")),
+        (partial(monkeypatch.setenv, "SP_TUNING", "off"), False, ("off, by SP_TUNING; ",)),
+        (partial(monkeypatch.setenv, "SP_TUNING", str(mine)), True, (str(mine),)),
+        (partial(monkeypatch.setenv, "SP_TUNING", "auto"), True, (str(path),)),
+        (partial(monkeypatch.setenv, "SP_TUNING_DIR", "x" * 300), False, ("cannot be read",)),
     ):
         prepare()
         there, text = measuring.told()
         assert there == usable_
         assert [part in text for part in texts] == [True] * len(texts)
+    assert latest("here") is None
 
 
 def test_variables_name_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

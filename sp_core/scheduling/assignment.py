@@ -69,7 +69,7 @@ class Assignment:
     A sequence is named by its index in the caller's list.
 
     Args:
-        lengths: number of tokens of each sequence.
+        lengths: number of tokens of each sequence, whole numbers.
         sharded: the sequences that all ranks compute together, before all others.
         packed: for each rank the sequences that it computes alone, in order.
         waiting: sequences that are not assigned yet: a rank that has finished its own
@@ -198,7 +198,7 @@ def balanced(
     bound holds without sharing. Otherwise bisection finds how many are shared.
 
     Args:
-        lengths: number of tokens of each sequence.
+        lengths: number of tokens of each sequence, whole numbers.
         size: number of ranks.
         work: the cost of a sequence.
         tolerance: fraction by which the greatest load may exceed the mean; above 0. With a smaller
@@ -320,8 +320,8 @@ def _longest_first(
 def _checked(lengths: Sequence[int], size: int) -> tuple[Sequence[int], int]:
     """Return the arguments of a policy, whole numbers as ints.
 
-    Raise ShapeError if a length is negative or not finite, or if `size` is below 1; TypeError for
-    arguments of another type.
+    Raise ShapeError if a length is negative or `size` is below 1; TypeError for arguments of
+    another type.
     """
     check(lengths=lengths, size=size)
     lengths, size = plain(tuple(lengths)), plain(size)

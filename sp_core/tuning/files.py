@@ -91,7 +91,7 @@ def latest(host: str) -> Tuning | None:
         host: the machine's name, as in the fingerprint's "host".
     """
     found = []
-    with contextlib.suppress(FileError):
+    with contextlib.suppress(FileError, OSError):  # of a folder that cannot be searched
         for path in sorted(default_path({}).parent.glob("tuning-*.json")):
             with contextlib.suppress(FileError):
                 found.append(load(path))
