@@ -92,7 +92,9 @@ def phase_of(when: str, outcome: str) -> SimpleNamespace:
     """Return a stand-in for pytest's report of one phase of a test."""
     failed = outcome in ("failed", "error")
     told = {"outcome": "failed" if failed else outcome, "failed": failed, "when": when}
-    return SimpleNamespace(**told, duration=0.5, longreprtext=f"{when} \x1b{outcome}\n\ta\x00é\u2028\n")
+    return SimpleNamespace(
+        **told, duration=0.5, longreprtext=f"{when} \x1b{outcome}\n\ta\x00é\u2028\n"
+    )
 
 
 CASES: dict[str, tuple[list[str], str, str, str]] = {
