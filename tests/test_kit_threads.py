@@ -394,8 +394,6 @@ def test_what_a_collective_has_moved_is_not_kept() -> None:
         return tracemalloc.get_traced_memory()[0] - before
 
     tracemalloc.start()
-    try:
-        grown = run_threads(2, body)
-    finally:
-        tracemalloc.stop()
+    grown = run_threads(2, body)
+    tracemalloc.stop()
     assert max(grown) < 2**23  # bytes; half of what the ranks have sent
