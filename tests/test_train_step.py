@@ -18,6 +18,7 @@ from test_llama_checkpoint import shared
 from test_resume import Training
 from torch import Tensor
 from torch.nn import Linear, Parameter
+from torch.nn.modules.module import register_module_forward_hook
 
 import sp_core as sp
 from sp_core.llama import Llama, create, generate
@@ -42,6 +43,31 @@ def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
             backward(model, [[1, 2, 3 + (comm.rank == 1)]], own=True)
         with pytest.raises(sp.CollectiveMismatch, match="of own"):
             backward(model, [[1, 2]], own=comm.rank == 1)
+
+
+@pytest.mark.parametrize("saving", [{"recompute": True}, {"offload": True}])
+@pytest.mark.parametrize("part", ["layers.0", "layers.0.input_layernorm", ""])
+@spmd(1)
+def test_a_hook_draws_its_random_numbers_again_in_the_backward(
+    comm: Any, part: str, saving: dict[str, Any]
+) -> None:
+    """The hook is on a layer, on a part of it, or on all modules."""
+
+    def drop(module: Any, given: Any, out: Tensor) -> Any:
+        return torch.nn.functional.dropout(out) if type(module) in kinds else out
+
+    found = []
+    with sp.Mesh(comm, tp=1) as mesh:
+        for how in (dict[str, Any](), saving):
+            model = CASE.model(mesh)
+            hooked = model.get_submodule(part or "layers.0")
+            kinds = [type(hooked)]
+            add: Any = hooked.register_forward_hook if part else register_module_forward_hook
+            with add(drop):
+                torch.manual_seed(1)
+                backward(model, [[1, 2, 3, 4]], **how)
+            found.append([x.grad for x in model.parameters()])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("more", [lambda mesh: CASE.model(mesh), lambda mesh: Linear(1, 1)])

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_core import arguments
@@ -40,10 +42,15 @@ class Saving:
         calls `layer` again; with `offload` they are saved in host memory.
         """
         given, kind = (*given, self.chunk), x.device.type
-        if self.offload:  # torch makes the copies on the default device
-            with torch.device("cpu"), save_on_cpu(kind != "cpu", kind):
-                return recomputed(layer, x, *given)
-        return recomputed(layer, x, *given) if self.recompute else layer(x, *given)
+        if not (self.offload or self.recompute):
+            return layer(x, *given)
+        parts = layer.modules() if isinstance(layer, nn.Module) else ()
+        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        again = partial(recomputed, layer, x, *given, random=hooked or _has_any_global_hook())
+        if not self.offload:
+            return again()
+        with torch.device("cpu"), save_on_cpu(kind != "cpu", kind):  # copies on the default device
+            return again()
 
 
 KEEP_ALL = Saving()
