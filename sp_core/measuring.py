@@ -261,11 +261,8 @@ def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
     """
     count = nbytes // 4
     part = max(count // group.size, 1)
-    if op == "all_gather":
-        return torch.ones(part, device="cpu")
-    if op == "all_to_all":
-        return torch.ones(group.size, 1, part, device="cpu")
-    return torch.ones(count, device="cpu")
+    shapes = {"all_gather": (part,), "all_to_all": (group.size, 1, part)}
+    return torch.ones(shapes.get(op, (count,)), device="cpu")
 
 
 def arguments(op: str) -> dict[str, Any]:
@@ -336,9 +333,12 @@ def _median(world: Intracomm, call: Call, seconds: float) -> float:
     return statistics.median(interleaved(world, {"": call}, seconds)[""])
 
 
-def told() -> tuple[bool, str]:
-    """Return whether there are constants for "auto" here, and the text that `doctor` prints."""
-    choice = os.environ.get(VARIABLE) or "auto"
+def told(*, measured: bool = False) -> tuple[bool, str]:
+    """Return whether there are constants for "auto" here, and the text that `doctor` prints.
+
+    With `measured` the text is about the file that `keep` has written, whatever SP_TUNING names.
+    """
+    choice = "auto" if measured else os.environ.get(VARIABLE) or "auto"
     otherwise = "algorithm='auto' uses the MPI library's algorithms"
     if choice == "off":
         return False, f"off, by {VARIABLE}; {otherwise}"
@@ -347,8 +347,10 @@ def told() -> tuple[bool, str]:
         path = default_path(own) if own else Path(choice)
         tuning = load(path, own)
     except FileError as error:
-        to_measure = "To measure: python -m sp_core doctor --measure"
-        return False, f"none: {error}; {otherwise}. {to_measure}"
+        if choice != "auto":  # a mesh refuses it
+            return False, str(error)
+        none = "none: " * isinstance(error.__context__, FileNotFoundError)
+        return False, f"{none}{error}; {otherwise}. To measure: python -m sp_core doctor --measure"
     median, worst = tuning.error
     return (
         True,

@@ -94,7 +94,7 @@ def measuring(size: int) -> dict[str, Any]:
     return {
         "_world": lambda: world,
         "measuring.keep": kept.append,
-        "measuring.told": lambda: (True, f"measured: {kept.count(world)}"),
+        "measuring.told": lambda measured: (True, f"measured: {kept.count(world)}"),
     }
 
 
@@ -148,8 +148,12 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         tried("RuntimeError: lost"),
         ("transport host", "broken", "cpu: DeviceError: one GPU", UNUSABLE),
     ),
-    ({"measuring.told": lambda: (True, "alpha")}, constants, ("constants", "ok", "alpha")),
-    ({"measuring.told": lambda: (False, "none")}, constants, ("constants", "note", "none")),
+    ({"measuring.told": lambda measured: (True, "alpha")}, constants, ("constants", "ok", "alpha")),
+    (
+        {"measuring.told": lambda measured: (False, "none")},
+        constants,
+        ("constants", "note", "none"),
+    ),
     (measuring(2), partial(constants, measure=True), ("constants", "ok", "measured: 1")),
     (measuring(2), constants, ("constants", "ok", "measured: 0")),
     (measuring(1), partial(constants, measure=True), ("constants", "ok", "measured: 0")),
