@@ -22,7 +22,7 @@ import torch
 
 from sp_core import measuring
 from sp_core.collectives.api import all_gather
-from sp_core.errors import DeviceError, RankError
+from sp_core.errors import CollectiveMismatch, DeviceError, RankError
 from sp_core.findings import Finding, of_all, report
 from sp_core.launch.bounded import bounded, last_line, launch_problem
 from sp_core.launch.command import find_mpiexec
@@ -205,7 +205,7 @@ def _constants(*, measure: bool) -> Finding:
             measuring.keep(_world())
         except FileError as error:  # on every rank
             return Finding("constants", "broken", "cannot be kept", str(error))
-        except RankError as error:  # on every rank
+        except CollectiveMismatch as error:  # on every rank
             return Finding("constants", "broken", f"not measured: {error}", SAME)
     elif measure and in_job():
         remedy = "start more ranks, or leave out mpiexec and srun"
