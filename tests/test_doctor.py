@@ -19,7 +19,7 @@ from test_scaling import mpi_environment
 
 from sp_core import doctor, machine
 from sp_core.collectives.api import all_gather
-from sp_core.errors import DeviceError
+from sp_core.errors import DeviceError, PeerFailed
 from sp_core.findings import Finding, of_all, report
 from sp_core.mesh import fingerprint
 from sp_core.testing import run_threads
@@ -298,6 +298,15 @@ def test_a_job_of_one_rank_does_not_claim_to_have_measured(
     monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(size=ranks))
     assert doctor._constants(measure=measure).status == (status if measure else "ok")
     assert measuring.keep.call_count == kept * measure
+
+
+def test_an_error_of_some_ranks_that_measure_is_not_explained_by_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr("sp_core.measuring.keep", Mock(side_effect=PeerFailed("rank 1 has left")))
+    with pytest.raises(PeerFailed, match="rank 1 has left"):
+        doctor._constants(measure=True)
 
 
 def test_the_ranks_that_measure_ignore_the_nodes_of_another_launch(

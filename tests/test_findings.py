@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 from sp_core import doctor
-from sp_core.errors import CollectiveMismatch, DeviceError, PeerFailed
+from sp_core.errors import CollectiveMismatch, DeviceError
 from sp_core.findings import Finding
 from sp_core.transport import NAMES
 from sp_core.tuning import FileError
@@ -369,15 +369,6 @@ def test_what_is_found_has_a_status_and_a_remedy_where_it_is_broken(
     finding = look()
     assert finding == (Finding(*wanted) if wanted else None)
     assert finding is None or bool(finding.remedy) == (finding.status == "broken")
-
-
-def test_an_error_of_some_ranks_while_they_measure_is_not_explained_by_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(doctor, "_world", ranks)
-    monkeypatch.setattr(doctor.measuring, "keep", Mock(side_effect=PeerFailed("rank 1 has left")))
-    with pytest.raises(PeerFailed, match="rank 1 has left"):
-        doctor._constants(measure=True)
 
 
 @pytest.mark.parametrize(("tasks", "problem"), [(1, None), (2, None), (3, None), (3, "none")])

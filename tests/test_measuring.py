@@ -215,7 +215,7 @@ def test_no_vector_is_measured_that_has_too_few_elements_to_split(
     group: Any = SimpleNamespace(size=size, nodes=(0,) * size, window=None)
     monkeypatch.setattr(measuring, "plan", Mock())
     monkeypatch.setattr(
-        measuring, "interleaved", lambda _, runs, *given: dict.fromkeys(runs, [1.0])
+        measuring, "interleaved", lambda _, runs, *given: {name: [1.0] for name in runs}
     )
     samples = measuring.collectives(Mock(), group, 0.0)
     for op, by_name in samples.items():
