@@ -22,7 +22,7 @@ import torch
 
 from sp_core import measuring
 from sp_core.collectives.api import all_gather
-from sp_core.errors import DeviceError, RankError
+from sp_core.errors import CollectiveMismatch, DeviceError, RankError
 from sp_core.findings import Finding, of_all, report
 from sp_core.launch.bounded import bounded, last_line, launch_problem
 from sp_core.launch.command import find_mpiexec
@@ -79,24 +79,27 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
         _gpus(device),
         *variables,
         # before MPI sets variables here, which a child inherits
-        _mpiexec(measure=measure and _fit_a_mesh(variables)),
+        _mpiexec(measure=measure and not _broken(variables) - {"SP_TUNING"}),
         *_mpi(),
     ]
     if _mpi_problem() is not None:
         yield from found
         return
     yield from (found := of_all(found, _world()))
-    fit = _fit_a_mesh(found)
-    yield _constants(measure=measure and fit)
-    if fit:
+    broken = _broken(found)
+    if measure and broken & VARIABLES.keys() - {"SP_TUNING"}:  # measuring does not read this one
+        remedy = "first follow the other remedies, then measure again"
+        yield Finding("constants", "broken", "not measured: a variable is broken", remedy)
+    else:
+        yield _constants(measure=measure and "mpiexec" not in broken)
+    if broken.isdisjoint(VARIABLES):  # else a mesh would refuse one
         yield (nodes := _nodes())
         if nodes.status == "ok":
             yield from _transports(device)
 
 
-def _fit_a_mesh(found: list[Finding]) -> bool:
-    """Return whether no variable is broken. A mesh would refuse a broken one."""
-    return not any(one.subject in VARIABLES and one.status == "broken" for one in found)
+def _broken(found: list[Finding]) -> set[str]:
+    return {one.subject for one in found if one.status == "broken"}
 
 
 def _world() -> Intracomm:
@@ -202,12 +205,12 @@ def _constants(*, measure: bool) -> Finding:
             measuring.keep(_world())
         except FileError as error:  # on every rank
             return Finding("constants", "broken", "cannot be kept", str(error))
-        except RankError as error:  # on every rank
+        except CollectiveMismatch as error:  # on every rank
             return Finding("constants", "broken", f"not measured: {error}", SAME)
     elif measure and in_job():
         remedy = "start more ranks, or leave out mpiexec and srun"
         return Finding("constants", "broken", "one rank cannot measure messages", remedy)
-    there, text = measuring.told()
+    there, text = measuring.told(measured=measure)
     return Finding("constants", "ok" if there else "note", text)
 
 

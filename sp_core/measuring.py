@@ -138,6 +138,8 @@ def collectives(
     for size in sizes:
         for op in OPS:
             x = vector(op, size, group)
+            if not x.numel():  # too many ranks
+                continue
             runs: dict[str, Call] = {
                 name: plan(op, x, comm=group, **arguments(op), algorithm=name).run
                 for name in found[op]
@@ -257,15 +259,11 @@ def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
 def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
     """Return this rank's float32 input of `op`: nbytes bytes, or for all_gather nbytes / P.
 
-    A rank's part of an all-gather or all-to-all has at least one element.
+    For all_gather and all_to_all it is empty if there are fewer elements than ranks.
     """
-    count = nbytes // 4
-    part = max(count // group.size, 1)
-    if op == "all_gather":
-        return torch.ones(part, device="cpu")
-    if op == "all_to_all":
-        return torch.ones(group.size, 1, part, device="cpu")
-    return torch.ones(count, device="cpu")
+    part = nbytes // 4 // group.size
+    shapes = {"all_gather": (part,), "all_to_all": (group.size, 1, part)}
+    return torch.ones(shapes.get(op, (nbytes // 4,)), device="cpu")
 
 
 def arguments(op: str) -> dict[str, Any]:
@@ -336,9 +334,12 @@ def _median(world: Intracomm, call: Call, seconds: float) -> float:
     return statistics.median(interleaved(world, {"": call}, seconds)[""])
 
 
-def told() -> tuple[bool, str]:
-    """Return whether there are constants for "auto" here, and the text that `doctor` prints."""
-    choice = os.environ.get(VARIABLE) or "auto"
+def told(*, measured: bool = False) -> tuple[bool, str]:
+    """Return whether there are constants for "auto" here, and the text that `doctor` prints.
+
+    With `measured` the text is about the file that `keep` has written, whatever SP_TUNING names.
+    """
+    choice = "auto" if measured else os.environ.get(VARIABLE) or "auto"
     otherwise = "algorithm='auto' uses the MPI library's algorithms"
     if choice == "off":
         return False, f"off, by {VARIABLE}; {otherwise}"
@@ -347,8 +348,10 @@ def told() -> tuple[bool, str]:
         path = default_path(own) if own else Path(choice)
         tuning = load(path, own)
     except FileError as error:
-        to_measure = "To measure: python -m sp_core doctor --measure"
-        return False, f"none: {error}; {otherwise}. {to_measure}"
+        if choice != "auto":  # a mesh refuses it
+            return False, str(error)
+        none = "none: " * isinstance(error.__context__, FileNotFoundError)
+        return False, f"{none}{error}; {otherwise}. To measure: python -m sp_core doctor --measure"
     median, worst = tuning.error
     return (
         True,

@@ -19,7 +19,7 @@ from test_scaling import mpi_environment
 
 from sp_core import doctor, machine
 from sp_core.collectives.api import all_gather
-from sp_core.errors import DeviceError
+from sp_core.errors import DeviceError, PeerFailed
 from sp_core.findings import Finding, of_all, report
 from sp_core.mesh import fingerprint
 from sp_core.testing import run_threads
@@ -118,13 +118,14 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
         ),
         pytest.param(
             (*DOCTOR, "--device", "cuda", "--measure"),
-            {"SP_TUNING_DIR": "/proc/nope"},
+            {"SP_TUNING": "off", "SP_TUNING_DIR": "/proc/nope"},
             1,
             {**HERE, "mpiexec": "broken", "GPUs": "broken"},
             {
                 "install a torch with CUDA": 1,
                 "/proc/nope/tuning-": 1,
                 "Set SP_TUNING_DIR to a folder that can.": 1,
+                "off, by SP_TUNING": 1,
             },
             id="no GPU, and constants that cannot be kept",
         ),
@@ -132,9 +133,17 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
             MEASURE,
             {"SP_ALGORITHM": "magic"},
             1,
-            {"mpiexec": "ok", "SP_ALGORITHM": "broken", "constants": "note"},
-            {"starts 2 ranks": 1, "1 broken": 1},
+            {"mpiexec": "ok", "SP_ALGORITHM": "broken", "constants": "broken"},
+            {"starts 2 ranks": 1, "not measured: a variable is broken": 1, "2 broken": 1},
             id="nothing is measured with a variable that no mesh takes",
+        ),
+        pytest.param(
+            MEASURE,
+            {"SP_TUNING": "{tmp}/mine.json", "SP_TUNING_DIR": "{tmp}/kept"},
+            1,
+            {"mpiexec": "ok", "SP_TUNING": "broken", "constants": "ok"},
+            {"mine.json: there is no such file": 1, "{tmp}/kept/tuning-": 1, "1 broken": 1},
+            id="constants are measured though the named file is missing",
         ),
         pytest.param(
             (*TWO_RANKS[:2], "1", *MEASURE, ":", "-n", "1", "env", "SP_ALGORITHM=ring", *MEASURE),
@@ -159,9 +168,12 @@ def test_a_machine_is_examined(
     places = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "10000", "SP_TUNING_DIR": f"{tmp_path}/none"}
     given = {name: value.format(tmp=tmp_path) for name, value in variables.items()}
     ended, text = printed(command, ROOT, mpi_environment() | places | given, 120)
+    text = text.replace(str(tmp_path), "{tmp}")
     assert ended == code, text
     assert statuses(text).items() >= found.items()
     assert {part: text.count(part) for part in told} == told
+    kept = [f"{{tmp}}/kept/{path.name}" in text for path in tmp_path.glob("kept/tuning-*.json")]
+    assert kept == [True] * ("{tmp}/kept/tuning-" in told)
     assert not (tmp_path / "none").exists()
 
 
@@ -192,15 +204,17 @@ def test_a_variable_that_no_mesh_takes_is_named(what: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("problem", [None, Finding("MPI", "broken", "none", "get one")])
 @pytest.mark.parametrize(("status", "nodes"), [("note", "ok"), ("note", "broken"), ("broken", "")])
+@pytest.mark.parametrize("name", ["SP_ALGORITHM", "SP_TUNING"])
 def test_what_needs_mpi_and_a_mesh_is_left_out_without(
-    status: Any, nodes: Any, problem: Finding | None, monkeypatch: pytest.MonkeyPatch
+    name: str, status: Any, nodes: Any, problem: Finding | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other parts are examined, each with the options that it needs.
 
-    `status` is that of a variable of any rank, `nodes` that of the first mesh.
+    `status` is that of a variable of any rank, `nodes` that of the first mesh. Measuring needs no
+    SP_TUNING.
     """
     variable, mpi, mesh = (Finding(one, "ok", "") for one in ("SP_NODES", "MPI", "nodes"))
-    other, mesh = Finding("SP_ALGORITHM", status, "rank 1: x"), replace(mesh, status=nodes)
+    other, mesh = Finding(name, status, "rank 1: x"), replace(mesh, status=nodes)
     parts: dict[str, Callable[..., Any]] = {
         "cpu_model": lambda: "Best 9",
         "cores": lambda: 7,
@@ -218,7 +232,12 @@ def test_what_needs_mpi_and_a_mesh_is_left_out_without(
     }
     for part, found in parts.items():
         monkeypatch.setattr(doctor, part, found)
-    needs_mpi = [] if problem else [other, f"constants {status == 'note'}"]
+    unmeasured = Finding(
+        *("constants", "broken", "not measured: a variable is broken"),
+        "first follow the other remedies, then measure again",
+    )
+    measures = status == "note" or name == "SP_TUNING"
+    needs_mpi = [] if problem else [other, "constants True" if measures else unmeasured]
     needs_mesh = [mesh] if needs_mpi and status == "note" else []
     needs_nodes = ["transports cuda"] if needs_mesh and nodes == "ok" else []
     assert [*doctor.examine("cuda", measure=True)] == [
@@ -279,6 +298,15 @@ def test_a_job_of_one_rank_does_not_claim_to_have_measured(
     monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(size=ranks))
     assert doctor._constants(measure=measure).status == (status if measure else "ok")
     assert measuring.keep.call_count == kept * measure
+
+
+def test_an_error_of_some_ranks_that_measure_is_not_explained_by_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr("sp_core.measuring.keep", Mock(side_effect=PeerFailed("rank 1 has left")))
+    with pytest.raises(PeerFailed, match="rank 1 has left"):
+        doctor._constants(measure=True)
 
 
 def test_the_ranks_that_measure_ignore_the_nodes_of_another_launch(

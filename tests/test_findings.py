@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 from sp_core import doctor
-from sp_core.errors import CollectiveMismatch, DeviceError, RankError
+from sp_core.errors import CollectiveMismatch, DeviceError
 from sp_core.findings import Finding
 from sp_core.transport import NAMES
 from sp_core.tuning import FileError
@@ -94,7 +94,7 @@ def measuring(size: int) -> dict[str, Any]:
     return {
         "_world": lambda: world,
         "measuring.keep": kept.append,
-        "measuring.told": lambda: (True, f"measured: {kept.count(world)}"),
+        "measuring.told": lambda measured: (True, f"measured: {kept.count(world)}"),
     }
 
 
@@ -148,8 +148,12 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         tried("RuntimeError: lost"),
         ("transport host", "broken", "cpu: DeviceError: one GPU", UNUSABLE),
     ),
-    ({"measuring.told": lambda: (True, "alpha")}, constants, ("constants", "ok", "alpha")),
-    ({"measuring.told": lambda: (False, "none")}, constants, ("constants", "note", "none")),
+    ({"measuring.told": lambda measured: (True, "alpha")}, constants, ("constants", "ok", "alpha")),
+    (
+        {"measuring.told": lambda measured: (False, "none")},
+        constants,
+        ("constants", "note", "none"),
+    ),
     (measuring(2), partial(constants, measure=True), ("constants", "ok", "measured: 1")),
     (measuring(2), constants, ("constants", "ok", "measured: 0")),
     (measuring(1), partial(constants, measure=True), ("constants", "ok", "measured: 0")),
@@ -159,7 +163,7 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ("constants", "broken", "cannot be kept", "Set SP_TUNING_DIR"),
     ),
     (
-        measuring(2) | {"measuring.keep": Mock(side_effect=RankError("they differ"))},
+        measuring(2) | {"measuring.keep": Mock(side_effect=CollectiveMismatch("they differ"))},
         partial(constants, measure=True),
         ("constants", "broken", "not measured: they differ", SAME),
     ),

@@ -207,11 +207,24 @@ def test_the_preparation_of_a_step_is_found_for_any_number_of_ranks(
     assert measuring._binding(world, group) == (2.0, 3.0)
 
 
-@pytest.mark.parametrize("op", measuring.OPS)
-def test_no_vector_is_empty_on_many_ranks(op: str) -> None:
-    """The smallest vector has 16 elements."""
-    group: Any = SimpleNamespace(size=17)
-    assert measuring.vector(op, measuring.SIZES[0], group).numel() > 0
+@pytest.mark.parametrize(("size", "skipped"), [(16, 0), (17, 1), (1024, 3)])
+def test_no_vector_is_measured_that_has_too_few_elements_to_split(
+    size: int, skipped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest vector has 16 elements. Constants may have other sizes for each collective."""
+    group: Any = SimpleNamespace(size=size, nodes=(0,) * size, window=None)
+    monkeypatch.setattr(measuring, "plan", Mock())
+    monkeypatch.setattr(
+        measuring, "interleaved", lambda _, runs, *given: {name: [1.0] for name in runs}
+    )
+    samples = measuring.collectives(Mock(), group, 0.0)
+    for op, by_name in samples.items():
+        first = skipped if op in ("all_gather", "all_to_all") else 0
+        assert {tuple(by_size) for by_size in by_name.values()} == {measuring.SIZES[first:]}
+    link = Curve(((64, 1e-6),))
+    bare = Tuning({}, (0, 0), {"node": link}, link, link)
+    times = measuring.fitted(bare, samples).times
+    assert times["all_gather"]["mpi"].points[0] == (measuring.SIZES[skipped], 1.0)
 
 
 def test_sizes_are_powers_of_four_from_64_bytes_to_64_mib() -> None:

@@ -200,17 +200,18 @@ def test_the_doctor_says_what_auto_decides_by(
     save(PLAIN, mine)
     for prepare, usable_, texts in (
         (str, False, ("none: ", "no such file", "doctor --measure")),
-        (partial(path.write_text, "{"), False, ("cannot be read",)),
+        (partial(path.write_text, "{"), False, (f"^{path} cannot be read",)),
         (partial(save, known, path), True, ("1/beta 10.0 GB/s", "25% (median) or 50%")),
         (partial(monkeypatch.setenv, "SP_TUNING", "off"), False, ("off, by SP_TUNING; ",)),
         (partial(monkeypatch.setenv, "SP_TUNING", str(mine)), True, (str(mine),)),
+        (mine.unlink, False, (f"^{mine}: there is no such file$",)),
         (partial(monkeypatch.setenv, "SP_TUNING", "auto"), True, (str(path),)),
         (partial(monkeypatch.setenv, "SP_TUNING_DIR", "x" * 300), False, ("cannot be read",)),
     ):
         prepare()
         there, text = measuring.told()
         assert there == usable_
-        assert [part in text for part in texts] == [True] * len(texts)
+        assert [part in f"^{text}$" for part in texts] == [True] * len(texts)
     assert latest("here") is None
 
 

@@ -107,7 +107,8 @@ class Tuning:
         bind: seconds to prepare a call, and seconds to prepare each of its steps. A plan is
             prepared only once, when it is made.
         times: collective -> algorithm -> seconds of a plan's run, for the bytes of the whole vector
-            (as in `predict`). Algorithm "mpi" is the MPI library's.
+            (as in `predict`). Algorithm "mpi" is the MPI library's. Collectives may have different
+            sizes: an all-gather or all-to-all of fewer elements than ranks is not measured.
         error: how well the model predicts `times` without using them: median and 95th percentile
             of |predicted / measured - 1|.
         measured_at: date and time of the measurement, ISO 8601.
