@@ -194,13 +194,13 @@ class Ranks:
             text = self._judged([each for each, _ in everyone])
             if text:
                 report.outcome, report.longrepr = "failed", text
-                report.sections += [
-                    (f"{name} on rank {rank}", text)
-                    for rank, (_, sections) in enumerate(everyone)
-                    for name, text in sections
-                    if rank != self.rank
-                ]
                 vars(report).pop("wasxfail", None)
+            report.sections += [
+                (f"{name} on rank {rank}", text)
+                for rank, (_, sections) in enumerate(everyone)
+                for name, text in sections
+                if rank != self.rank
+            ]
         return report
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
