@@ -263,8 +263,9 @@ def test_a_profile_of_a_project_stays_whatever_its_name(
     own = f"s.register_profile({profile!r}, max_examples=7); s.load_profile({profile!r})"
     program = order.format(kit="from sp_core.testing import profiles as p", own=own)
     program = f"from hypothesis import settings as s; {program}"
-    program += "; print(s().max_examples, p.chosen(None).max_examples, p.name())"
-    assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, "7 7 pr\n")
+    program += "; print(s().max_examples, p.chosen(None).max_examples, p.name(), p.load('soak'))"
+    expected = f"7 7 pr {profile != 'soak'}\n"
+    assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, expected)
 
 
 def test_a_worker_that_has_crashed_has_no_counts(current: Session) -> None:
