@@ -147,8 +147,9 @@ def test_the_running_test_is_known_by_a_path_from_here(
     current: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    nodeid = "rootdir/test_x.py::C::y[::]@group"
-    item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", nodeid=nodeid, name="y[::]")
+    parent = SimpleNamespace(nodeid="rootdir/test_x.py::C")
+    item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", parent=parent, name="y[::]")
+    item.nodeid = f"{parent.nodeid}::y[::]@a y[::]"  # pytest-xdist adds the name of a group
     hook = plugin.pytest_runtest_protocol(item)
     next(hook)
     with pytest.raises(StopIteration) as end:
