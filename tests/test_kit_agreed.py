@@ -204,6 +204,16 @@ def test_a_report_fails_on_every_rank_or_on_none(
         next(plugin.pytest_runtest_makereport(item, call_of))
 
 
+def test_a_rank_tells_the_end_of_a_long_output(tmp_path: Path, kit: Mock) -> None:
+    plugin = ranks_of(tmp_path, 0, ("test_x call", [], (WRONG, [])))
+    told = plugin.control.gather = Mock(wraps=plugin.control.gather)
+    report = SimpleNamespace(outcome="failed", longreprtext="", when="call")
+    report.sections = [("all", "ab" * 10_000), ("cut", "cd" * 10_000 + "e")]
+    driven(plugin.pytest_runtest_makereport(SimpleNamespace(nodeid="test_x"), Mock()), report)
+    ((_, _, (_, sections)),) = told.call_args.args
+    assert sections == [("all", "ab" * 10_000), ("cut", "...d" + "cd" * 9_999 + "e")]
+
+
 @pytest.mark.parametrize(("method", "is_taken"), [("signal", True), ("thread", None)])
 def test_the_alarm_stays_the_kits_if_pytest_timeout_would_set_it(
     method: str, is_taken: bool | None, tmp_path: Path
