@@ -24,10 +24,12 @@ _RESULT_FILES = {
     *("benchmark_json", "benchmark_save", "benchmark_autosave"),
 }
 _MOST_SAID = 20_000
-"""The most characters of captured output that a rank tells the others, of each kind.
+"""The most characters of captured output that a rank tells the others, of each kind."""
 
-Of a longer text it tells the end, after "...".
-"""
+
+def _end_of(text: str) -> str:
+    """Return the end of a text that is too long to tell, after "...", or a shorter text."""
+    return text if len(text) <= _MOST_SAID else f"...{text[-_MOST_SAID:]}"
 
 
 class Ranks:
@@ -192,9 +194,7 @@ class Ranks:
             )
             mine = xfail.get(report.outcome, report.outcome), report.longreprtext
             said = report.sections if report.outcome == "failed" else []
-            told = mine, [
-                (name, "..." * (len(text) > _MOST_SAID) + text[-_MOST_SAID:]) for name, text in said
-            ]
+            told = mine, [(name, _end_of(text)) for name, text in said]
             everyone = self._everyone(f"{item.nodeid} {report.when}", told)
             text = self._judged([each for each, _ in everyone])
             if text:

@@ -14,8 +14,8 @@ class _Pickler(pickle.Pickler):
         if not torch or not isinstance(value, torch.storage.TypedStorage):
             return NotImplemented
         memory = value._untyped_storage
-        numbers = torch.empty(0, dtype=torch.uint8).set_(memory.cpu()).numpy()
-        return tuple, ((value.dtype, memory.device, numbers.tobytes()),)
+        numbers = torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory.cpu())
+        return tuple, ((value.dtype, memory.device, numbers.numpy().tobytes()),)
 
 
 def key_of(value: object) -> bytes:

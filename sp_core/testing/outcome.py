@@ -155,7 +155,7 @@ def _root(error: BaseException) -> tuple[BaseException, Kind]:
 
     Cleaning up after an error often raises a second error, which must not hide the first. If a
     peer's end stopped this rank, the kind is WOKEN even if the rank was handling its own error.
-    So that error is hidden, too, if a `finally` waits for a peer whose `assume` rejects the example.
+    So that error is hidden, too, if `finally` waits for a peer whose `assume` rejects the example.
     """
     chain = [error]
     while (behind := _behind(chain[-1])) is not None and behind not in chain:
