@@ -4,8 +4,6 @@ On ranks other than 0 the text of a failure has one line.
 """
 
 import contextlib
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +15,7 @@ from kit.failing import SEARCH, assert_told, failure_of
 from kit.faults import FAULTS, average
 
 from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
-from sp_core.testing import given, run_threads, session, spmd, tier
+from sp_core.testing import given, session, spmd, tier
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 
@@ -268,39 +266,3 @@ def test_a_call_begun_early_ends_with_the_peer_that_never_makes_it() -> None:
         comm.Iallreduce(np.ones(1), np.empty(1))
 
     assert failure_of(body).startswith("RankFailure[LookupError")
-
-
-@pytest.mark.mpi_skip  # the ranks are threads
-@pytest.mark.parametrize("begun", [1, 2])
-def test_ranks_end_with_an_exception_of_the_thread_that_waits_for_them(
-    begun: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The signal may come before every rank has begun."""
-    inside = threading.Event()
-
-    def body(comm: Any) -> None:
-        inside.set()
-        while comm.rank:
-            pass
-        comm.Recv(np.zeros(1), 1)
-
-    def alarm(*_: object) -> None:
-        raise InterruptedError("the time of the test is up")
-
-    def begin(thread: threading.Thread) -> None:
-        if thread.name == f"rank {begun}":
-            inside.wait()
-            signal.raise_signal(signal.SIGALRM)
-        start(thread)
-
-    start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", begin)
-    before, usual = threading.active_count(), signal.signal(signal.SIGALRM, alarm)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3 * (begun == 2))
-        with pytest.raises(InterruptedError, match="is up"):
-            run_threads(2, body, timeout=5)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, usual)
-    assert threading.active_count() == before
