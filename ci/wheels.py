@@ -5,11 +5,12 @@
 The wheels are for Python VERSION (default: 3.12) on Linux and PLATFORM (default: x86_64). They have
 the versions that this environment has installed for the tests and benchmarks, with all that these
 need. Torch and NumPy are left out, with all that only they need. Earlier wheels of these packages
-are removed from DIR first, because pip refuses two versions of one.
+are removed from DIR once the new ones are there, because pip refuses two versions of one.
 """
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -56,21 +57,26 @@ def closure(roots: Sequence[str]) -> set[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Download the wheels, and say how large they are. Return the exit code."""
-    folder, *rest = sys.argv[1:] if arguments is None else arguments
+    given, *rest = sys.argv[1:] if arguments is None else arguments
+    folder = Path(given).absolute()
     version, machine = (*rest, *("3.12", "x86_64")[len(rest) :])
     names = closure(ROOTS)
-    for path in Path(folder).glob("*.whl"):
-        if canonicalize_name(path.name.partition("-")[0]) in names:
-            path.unlink()
     pinned = [f"{name}=={distribution(name).version}" for name in sorted(names)]
     platforms = (f"--platform={name}_{machine}" for name in PLATFORMS)
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:")
-    code = subprocess.run(
-        [*pip, f"--python-version={version}", *platforms, "--dest", folder, *pinned], check=False
-    ).returncode
-    total = sum(path.stat().st_size for path in Path(folder).glob("*.whl"))
-    print(f"{len(pinned)} wheels, {total / 2**20:.1f} MiB (at most {MOST_BYTES >> 20}) in {folder}")
-    return code or int(total > MOST_BYTES)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as new:
+        words = [*pip, f"--python-version={version}", *platforms, "--dest", new, *pinned]
+        if code := subprocess.run(words, check=False).returncode:
+            return code
+        for path in folder.glob("*.whl"):
+            if canonicalize_name(path.name.partition("-")[0]) in names:
+                path.unlink()
+        for path in Path(new).iterdir():
+            path.rename(folder / path.name)
+    total = sum(path.stat().st_size for path in folder.glob("*.whl"))
+    print(f"{len(pinned)} wheels, {total / 2**20:.1f} MiB (at most {MOST_BYTES >> 20}) in {given}")
+    return int(total > MOST_BYTES)
 
 
 if __name__ == "__main__":

@@ -190,28 +190,33 @@ def test_a_device_runs_the_tests_that_ask_for_it(
     assert law == "test_domains.py::test_every_part_of_every_domain_is_drawn"
 
 
-@pytest.mark.parametrize(("mebibytes", "code"), [(64, 0), (65, 1)])
+@pytest.mark.parametrize(("mebibytes", "pip", "code"), [(64, 0, 0), (65, 0, 1), (64, 2, 2)])
 def test_the_wheels_are_those_of_this_environment(
-    mebibytes: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mebibytes: int, pip: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have this environment's versions, for a given Python, without torch and its needs.
 
-    More than 64 MiB of wheels are an error. Earlier wheels of the same packages are removed.
+    More than 64 MiB of wheels are an error. Earlier wheels of the same packages are removed, but
+    stay if the new ones cannot be downloaded.
     """
     new, kept = "lazy_loader-9-py3-none-any.whl", {"large.whl", "mine-1-py3-none-any.whl", "notes"}
+    old = {"lazy_loader-0-py3-none-any.whl", "mpi4py-4-cp39-cp39-linux_x86_64.whl"}
+    folder = tmp_path / "wheels"
 
-    def download(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
-        (tmp_path / new).touch()
-        return subprocess.CompletedProcess((), 0)
+    def download(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        Path(words[words.index("--dest") + 1], new).touch()
+        return subprocess.CompletedProcess((), pip)
 
     made = Mock(side_effect=download)
     monkeypatch.setattr(subprocess, "run", made)
-    with (tmp_path / "large.whl").open("wb") as wheel:
+    folder.mkdir()
+    with (folder / "large.whl").open("wb") as wheel:
         wheel.truncate(mebibytes << 20)
-    for name in (*kept, "lazy_loader-0-py3-none-any.whl", "mpi4py-4-cp39-cp39-linux_x86_64.whl"):
-        (tmp_path / name).touch()
-    assert wheels.main([str(tmp_path)]) == code
-    assert {path.name for path in tmp_path.iterdir()} == {new, *kept}
+    for name in kept | old:
+        (folder / name).touch()
+    assert wheels.main([str(folder)]) == code
+    assert {path.name for path in folder.iterdir()} == kept | (old if pip else {new})
+    assert [*tmp_path.iterdir()] == [folder]
     ((words,), _) = made.call_args
     assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
     pinned = dict(word.split("==") for word in words if "==" in word)

@@ -185,10 +185,8 @@ def test_a_report_fails_on_every_rank_or_on_none(
     item, call_of = SimpleNamespace(nodeid="test_x"), Mock()
     for lost in (False, True):
         report = SimpleNamespace(outcome=mine, longreprtext="", longrepr="own", when="call")
-        report.sections, said = (
-            [("Captured log call", "mine")],
-            [("Captured stdout call", "theirs")],
-        )
+        report.sections = [("Captured log call", "mine")]
+        said = [("Captured stdout call", "theirs")] if other == "failed" else []
         if is_expected:
             report.wasxfail = "reason"
         plugin = ranks_of(tmp_path, 0, ("test_x call", [], ((other, ""), said)))
@@ -199,11 +197,21 @@ def test_a_report_fails_on_every_rank_or_on_none(
         assert (found.longrepr == "own", hasattr(found, "wasxfail")) == (
             (True, is_expected) if stays or lost else (False, False)
         )
-        more = [] if stays or lost else [("Captured stdout call on rank 1", "theirs")]
+        more = [] if lost else [(f"{name} on rank 1", text) for name, text in said]
         assert report.sections == [("Captured log call", "mine"), *more]
     assert kit.mock_calls == [call.progress()] * 2
     with collected(), pytest.raises(TypeError, match="cannot use `subtests`"):
         next(plugin.pytest_runtest_makereport(item, call_of))
+
+
+def test_a_rank_tells_the_end_of_a_long_output(tmp_path: Path, kit: Mock) -> None:
+    plugin = ranks_of(tmp_path, 0, ("test_x call", [], (WRONG, [])))
+    told = plugin.control.gather = Mock(wraps=plugin.control.gather)
+    report = SimpleNamespace(outcome="failed", longreprtext="", when="call")
+    report.sections = [("all", "ab" * 10_000), ("cut", "cd" * 10_000 + "e")]
+    driven(plugin.pytest_runtest_makereport(SimpleNamespace(nodeid="test_x"), Mock()), report)
+    ((_, _, (_, sections)),) = told.call_args.args
+    assert sections == [("all", "ab" * 10_000), ("cut", "...d" + "cd" * 9_999 + "e")]
 
 
 @pytest.mark.parametrize(("method", "is_taken"), [("signal", True), ("thread", None)])

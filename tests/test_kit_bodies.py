@@ -189,7 +189,8 @@ def test_names_in_annotations_may_be_unknown() -> None:
     def body(comm: OfTypeChecker) -> None: ...
 
     del OfTypeChecker
-    spmd(1)(body)()
+    for decorate in (spmd(1), given(nprocs=1)):
+        decorate(body)()
 
 
 def test_a_body_that_returns_a_result_fails() -> None:

@@ -121,7 +121,8 @@ def test_a_draw_that_needs_more_ranks_is_drawn_again(own_session: Session, there
     own_session.ranks, attempt = there, Mock(return_value={Kind.OK})
     search(Spec(plain, {}, plain, {}), attempt, st.integers(1, 64), {}, 60)
     drawn = {len(each.args[0].ranks) for each in attempt.call_args_list}
-    assert drawn == {*range(1, there + 1)}
+    assert drawn <= {*range(1, there + 1)}
+    assert len(drawn) > 1
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,9 @@ def test_the_running_test_is_known_by_a_path_from_here(
     current: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    nodeid = "rootdir/test_x.py::C::y[::]@group"
-    item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", nodeid=nodeid, name="y[::]")
+    parent = SimpleNamespace(nodeid="rootdir/test_x.py::C")
+    item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", parent=parent, name="y[::]")
+    item.nodeid = f"{parent.nodeid}::y[::]@a y[::]"  # pytest-xdist adds the name of a group
     hook = plugin.pytest_runtest_protocol(item)
     next(hook)
     with pytest.raises(StopIteration) as end:
@@ -263,8 +264,9 @@ def test_a_profile_of_a_project_stays_whatever_its_name(
     own = f"s.register_profile({profile!r}, max_examples=7); s.load_profile({profile!r})"
     program = order.format(kit="from sp_core.testing import profiles as p", own=own)
     program = f"from hypothesis import settings as s; {program}"
-    program += "; print(s().max_examples, p.chosen(None).max_examples, p.name())"
-    assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, "7 7 pr\n")
+    program += "; print(s().max_examples, p.chosen(None).max_examples, p.name(), p.load('soak'))"
+    expected = f"7 7 pr {profile != 'soak'}\n"
+    assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, expected)
 
 
 def test_a_worker_that_has_crashed_has_no_counts(current: Session) -> None:

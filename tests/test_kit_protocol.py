@@ -124,6 +124,8 @@ def test_a_rank_that_fails_is_never_overlooked(kinds: list[Kind]) -> None:
         ([ValueError("own"), Woken("1"), OSError("2"), Woken("3")], Kind.WOKEN, "ValueError"),
         ([Mismatched("all"), OSError("1"), Woken("2")], Kind.MISMATCH, "CollectiveMismatch"),
         ([Woken("peer"), Mismatched("all"), Mismatched("all")], Kind.WOKEN, "PeerFailed"),
+        ([ExceptionGroup("both", [ValueError("own"), Woken("1")])], Kind.FAIL, "ExceptionGroup"),
+        ([ExceptionGroup("two", [Woken("1"), Woken("2")])], Kind.WOKEN, "PeerFailed"),
     ],
 )
 def test_the_first_cause_counts(chain: list[BaseException], kind: Kind, name: str) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from kit.failing import Alike, failure_of
 from studies.commands import outside, printed
@@ -28,6 +30,7 @@ from sp_core.testing.plan import (
     UNASKED,
     Example,
     Result,
+    Spec,
     feed,
     hand_over,
     is_fed,
@@ -69,6 +72,27 @@ def test_an_example_that_a_launch_dies_of_is_shrunk(
     assert jobs.lost == 2 if losses == 2 else 0 < jobs.lost < losses
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: torch.full((2, 2), n, dtype=torch.bfloat16),
+        lambda n: torch.tensor(complex(n, 1)).conj(),
+        lambda n: torch.eye(2).mul(n).to_sparse(),
+        lambda n: torch.nn.Parameter(torch.full((3,), float(n))),
+    ],
+    ids=["plain", "conjugate", "sparse", "parameter"],
+)
+def test_an_example_with_new_tensors_of_the_same_values_is_the_same(
+    make: Callable[[int], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = Jobs(2, [])
+    monkeypatch.setattr(jobs, "_ask", asked := Mock())
+    kept = [Example((0, 1), {"x": make(n)}) for n in (1, 1, 2)]  # at different addresses
+    for example in kept:
+        jobs.attempt(Spec(crashes, {}, crashes, {}), example)
+    assert [each.args[1] for each in asked.call_args_list] == [kept[0], kept[2]]
+
+
 def test_a_launch_tries_the_examples_that_it_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +124,7 @@ def phase_of(when: str, outcome: str) -> SimpleNamespace:
 CASES: dict[str, tuple[list[str], str, str, str]] = {
     "test_x.py::a": (["passed"] * 3, "passed", "test_x", "a"),
     "tests/test_x.py::a[std::sum]": (["passed"], "passed", "tests.test_x", "a[std::sum]"),
+    "tests/[gpu]/test_x.py::a": (["passed"], "passed", "tests.[gpu].test_x", "a"),
     "tests/test_x.py::b": (["passed", "failed", "rerun"], "failed", "tests.test_x", "b"),
     "tests/test_x.py::c": (["passed", "passed", "error"], "error", "tests.test_x", "c"),
     "tests/test_x.py::d": (["passed", "failed", "error"], "error", "tests.test_x", "d"),
@@ -132,13 +157,13 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(
     with (tmp_path / results.FILE).open("a") as file:
         file.write('{"test": "tests/test_x.py::g"')  # an incomplete line, written as the rank died
     assert results.told(tmp_path) == [
-        "tests that had ended: 2 passed, 2 skipped, 1 failed, 2 error",
+        "tests that had ended: 3 passed, 2 skipped, 1 failed, 2 error",
         *(f"  {CASES[f'tests/test_x.py::{name}'][1]}: tests/test_x.py::{name}" for name in "bcd"),
         *([f"test under way: {where}"] if is_last_under_way else []),
     ]
     results.write_junit(tmp_path, "rank 1 died first")
     (suite,) = ET.parse(tmp_path / "new" / "one" / "junit.xml").getroot()
-    expected = {"name": "a suite", "tests": "8", "failures": "1", "errors": "3", "skipped": "2"}
+    expected = {"name": "a suite", "tests": "9", "failures": "1", "errors": "3", "skipped": "2"}
     assert suite.attrib == expected
     died = ("error", "rank 1 died first", "rank 1 died first")
     found = [

@@ -174,5 +174,5 @@ def test_warnings_of_torch_under_every_python_are_no_errors() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     (known,) = (one.split(":")[1] for one in options["filterwarnings"] if "jit" in one)
     warned = re.findall(r'"(`torch.jit.script` is .*)"', inspect.getsource(torch.jit.script))
-    assert len(warned) == 2
+    assert warned
     assert [text for text in warned if not re.match(known, text)] == []

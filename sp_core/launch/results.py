@@ -120,10 +120,11 @@ def write_junit(directory: Path, report: str) -> None:
     head = {"name": wanted["suite"], "tests": str(len(cases)), **counts}
     suite = ET.SubElement(root, "testsuite", head)
     for name, case in cases.items():
-        address, *parameters = name.partition("[")
-        path, *parts = address.split("::")
+        path, _, rest = name.partition("::")  # a folder's name may have brackets, too
+        address, *parameters = rest.partition("[")
+        parts = address.split("::")
         classname = ".".join([path.removesuffix(".py").replace("/", "."), *parts[:-1]])
-        told = {"classname": classname, "name": "".join([(parts or [path])[-1], *parameters])}
+        told = {"classname": classname, "name": "".join([parts[-1] or path, *parameters])}
         made = ET.SubElement(suite, "testcase", told, time=f"{case['seconds']:.3f}")
         if tag := _TAGS.get(case["outcome"]):
             # XML allows no other characters

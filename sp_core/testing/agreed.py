@@ -27,6 +27,11 @@ _MOST_SAID = 20_000
 """The most characters of captured output that a rank tells the others, of each kind."""
 
 
+def _end_of(text: str) -> str:
+    """Return the end of a text that is too long to tell, after "...", or a shorter text."""
+    return text if len(text) <= _MOST_SAID else f"...{text[-_MOST_SAID:]}"
+
+
 class Ranks:
     """A pytest plugin that combines the sessions of all ranks into one.
 
@@ -189,18 +194,18 @@ class Ranks:
             )
             mine = xfail.get(report.outcome, report.outcome), report.longreprtext
             said = report.sections if report.outcome == "failed" else []
-            told = mine, [(name, text[-_MOST_SAID:]) for name, text in said]
+            told = mine, [(name, _end_of(text)) for name, text in said]
             everyone = self._everyone(f"{item.nodeid} {report.when}", told)
             text = self._judged([each for each, _ in everyone])
             if text:
                 report.outcome, report.longrepr = "failed", text
-                report.sections += [
-                    (f"{name} on rank {rank}", text)
-                    for rank, (_, sections) in enumerate(everyone)
-                    for name, text in sections
-                    if rank != self.rank
-                ]
                 vars(report).pop("wasxfail", None)
+            report.sections += [
+                (f"{name} on rank {rank}", text)
+                for rank, (_, sections) in enumerate(everyone)
+                for name, text in sections
+                if rank != self.rank
+            ]
         return report
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)

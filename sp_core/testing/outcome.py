@@ -145,9 +145,9 @@ def _traceback(error: BaseException) -> str:
 
 
 def _behind(error: BaseException) -> BaseException | None:
-    """Return the error behind an error: a `Woken` in a group, else its cause or context."""
-    woken = error.subgroup(Woken) if isinstance(error, BaseExceptionGroup) else None
-    return woken.exceptions[0] if woken else error.__cause__ or error.__context__
+    """Return the error behind an error: a `Woken` in a group of these, else cause or context."""
+    woken, own = error.split(Woken) if isinstance(error, BaseExceptionGroup) else (None, error)
+    return woken.exceptions[0] if woken and not own else error.__cause__ or error.__context__
 
 
 def _root(error: BaseException) -> tuple[BaseException, Kind]:
@@ -155,6 +155,7 @@ def _root(error: BaseException) -> tuple[BaseException, Kind]:
 
     Cleaning up after an error often raises a second error, which must not hide the first. If a
     peer's end stopped this rank, the kind is WOKEN even if the rank was handling its own error.
+    So that error is hidden, too, if `finally` waits for a peer whose `assume` rejects the example.
     """
     chain = [error]
     while (behind := _behind(chain[-1])) is not None and behind not in chain:

@@ -24,6 +24,7 @@ from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 from sp_core.launch.watch import RUN_DIR
 from sp_core.testing import profiles, session
 from sp_core.testing.carriers import patiently
+from sp_core.testing.keys import key_of
 from sp_core.testing.outcome import Kind, Outcome, shown
 from sp_core.testing.session import Remarks, keep_largest
 
@@ -81,6 +82,10 @@ class Example:
             f"{name}={shown(value)}"
             for name, value in {"nprocs": self.nprocs, **self.values}.items()
         )
+
+    def key(self) -> bytes:
+        """Return bytes that tell this example apart, the same if it is drawn again."""
+        return key_of(self)
 
     def check_values(self) -> None:
         """Raise TypeError if the values cannot be sent to the other ranks."""

@@ -132,8 +132,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Remember the id of the running test, for the command that runs it again."""
-    nodeid = "".join(item.nodeid.rpartition(item.name)[:2])  # pytest-xdist adds a group's name
-    kit.current.node_id = "::".join([os.path.relpath(item.path), *nodeid.split("::")[1:]])
+    # pytest-xdist adds a group's name to the test's own id
+    classes = getattr(item.parent, "nodeid", "").split("::")[1:]
+    kit.current.node_id = "::".join([os.path.relpath(item.path), *classes, item.name])
     return (yield)
 
 

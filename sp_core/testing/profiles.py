@@ -9,9 +9,9 @@ module is imported it does not, or examples would change with every edit of the 
 
 If a profile that a project has registered itself is loaded instead, the values in which it differs
 from Hypothesis' profile `default` replace those of `pr`; its deadline does not. That holds for a
-profile of a name above, too: a project's own is not replaced. Hypothesis does not
-tell which values of a profile or of `@settings` were given. So without SP_PROFILE a value that is
-Hypothesis' own default counts as not given, such as `@settings(max_examples=100)`.
+project's own profile named as one above, too: it is not replaced. Hypothesis does not tell which
+values of a profile or of `@settings` were given. So without SP_PROFILE a value that is Hypothesis'
+own default counts as not given, such as `@settings(max_examples=100)`.
 """
 
 import os
@@ -76,7 +76,7 @@ def load(named: str | None) -> bool:
             is none.
 
     Returns:
-        Whether the profile in use draws different examples in every run.
+        Whether the profile in use is one of this module that draws different examples in every run.
 
     Raises:
         ValueError: SP_PROFILE names no profile of this module.
@@ -85,7 +85,9 @@ def load(named: str | None) -> bool:
     if wanted not in _OWN:
         raise ValueError(f"SP_PROFILE={wanted!r} is not one of {tuple(_OWN)}.")
     settings.load_profile(wanted)
-    return not _OWN.get(named or wanted, _OWN[DEFAULT])["derandomize"]
+    used = named or wanted
+    is_ours = used in _PROFILES and settings.get_profile(used) is _PROFILES[used]
+    return is_ours and not _OWN[used]["derandomize"]
 
 
 def name() -> str:

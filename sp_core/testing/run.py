@@ -130,10 +130,7 @@ def run_ranks(
     try:
         if torch:
             torch.set_num_threads(1)  # the ranks share the cores
-        with _on_one_core():
-            for rank in ranks:
-                rank.start()
-        _join(world, ranks, watch.example_seconds() if timeout is None else timeout)
+        _run_all(world, ranks, watch.example_seconds() if timeout is None else timeout)
     finally:
         if torch:
             torch.set_num_threads(intra_op)
@@ -195,14 +192,17 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
     return result, family.finish(outcome)[family.members[0].rank]
 
 
-def _join(world: World, ranks: Sequence[threading.Thread], timeout: float) -> None:
-    """Wait for all ranks until the time limit.
+def _run_all(world: World, ranks: Sequence[threading.Thread], timeout: float) -> None:
+    """Start all ranks, and wait for them until the time limit.
 
     If one is late, print all stacks, end the late ranks as far as possible, and raise
     `ThreadsHung`. Also end them if a signal raises an exception in this thread.
     """
     deadline = time.monotonic() + min(timeout, watch.LONGEST_SECONDS)
     try:
+        with _on_one_core():
+            for rank in ranks:
+                rank.start()
         for rank in ranks:
             rank.join(max(deadline - time.monotonic(), 0.0))
     except BaseException:
@@ -225,13 +225,17 @@ def _join(world: World, ranks: Sequence[threading.Thread], timeout: float) -> No
 
 
 def _end(world: World, ranks: Sequence[threading.Thread]) -> list[int]:
-    """End all ranks as far as possible. Return those that were not waiting for another rank."""
-    blame = sorted({*range(world.size)} - world.away - world.waiting.keys())
+    """End all ranks that have begun as far as possible.
+
+    Return those of them that were not waiting for another rank.
+    """
+    begun = {number: rank for number, rank in enumerate(ranks) if rank.ident}
+    blame = sorted(begun.keys() - world.away - world.waiting.keys())
     for number in blame:  # an endless loop in Python code ends at its next instruction
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(ranks[number].ident or 0), ctypes.py_object(Stopped)
+            ctypes.c_ulong(begun[number].ident or 0), ctypes.py_object(Stopped)
         )
     world.stop()
-    for rank in ranks:
+    for rank in begun.values():
         rank.join(GRACE_SECONDS)
     return blame

@@ -9,7 +9,6 @@ a new launch.
 
 import argparse
 import contextlib
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -127,7 +126,7 @@ class Jobs:
     def attempt(self, spec: Spec, example: Example) -> Result:
         """Return the result of an example. An example is run once; later its result is repeated."""
         example.check_values()
-        key = (spec.test_id, pickle.dumps(example))
+        key = (spec.test_id, example.key())
         if key not in self._known:
             self._known[key] = self._ask(spec.test_id, example)
         return self._known[key]
