@@ -59,8 +59,9 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         arguments.check(folder=folder)
         self.folder = Path(folder)
-        is_single, has_index = (is_there(self.folder / name) for name in (SINGLE, INDEX))
-        places = self._read_index() if has_index and not is_single else {}
+        single = self.folder / SINGLE
+        is_single = is_there(single) and not os.path.isdir(single)  # noqa: PTH112
+        places = self._read_index() if not is_single and is_there(self.folder / INDEX) else {}
         if not places and not is_single:
             files = self.folder.glob("*") if is_there(self.folder) else ()
             pickled = [x.name for x in files if x.suffix in (".bin", ".pt", ".pth")]
