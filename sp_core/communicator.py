@@ -138,7 +138,8 @@ class Communicator(NotCopied):
     def counter(self) -> MpiCounter:
         """Return a counter whose `take` gives 0, 1, 2, ..., each number to one rank only.
 
-        Every rank calls this (one agreement). Every rank calls the counter's `free` in the end.
+        Every rank calls this (one agreement), and the counter's `free` in the end. No rank may take
+        a number after any rank has made the next counter.
         """
         self.agree_on(lambda: f"counter() on {self.name}")
         self.settle()
