@@ -284,10 +284,8 @@ class Communicator(NotCopied):
     def ensure_open(self) -> None:
         """Raise `RankError` if this communicator has been freed, or another rank has left it."""
         if self._freed:
-            raise RankError(
-                f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its "
-                f"`with` block."
-            )
+            freed = f"{self.name} (rank {self.rank} of {self.size}) has been freed"
+            raise RankError(f"{freed}. Use it inside its `with` block.")
         self._control.ensure_whole()
 
     def ask_to_free(self, how: str = "") -> list[agreement.Question]:

@@ -178,6 +178,11 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
     return change
 
 
+def unfiled(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / "model.safetensors").mkdir()
+
+
 NORM = "model.norm.weight"
 ADAPTER, ADAPTED = (
     "adapter_config.json",
@@ -239,10 +244,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop("lm_head.weight")),
     ),
     "no weights": ("has neither", lambda f: [drop(name)(f) for name in (INDEX, FIRST, SECOND)]),
-    "a folder for the weights": (
-        "has neither",
-        lambda f: [drop(INDEX)(f), (f / "model.safetensors").mkdir()],
-    ),
+    "a folder for the weights": ("has neither", unfiled),
     "pickled weights": (
         r"the pickled files \['pytorch_model.bin'\] none is ever unpickled",
         pickled,

@@ -199,7 +199,7 @@ def test_a_schedule_that_was_saved_without_the_names_of_its_parts_is_loaded(
         for name in ("ChainedScheduler", "SequentialLR"):
             comm.Barrier()
             if not comm.rank:
-                edited(lambda x, name=name: x["of"].update(scheduler=name), folder / "saved")
+                edited(lambda x: x["of"].update(scheduler=name), folder / "saved")  # noqa: B023
             comm.Barrier()
             fits = name == "SequentialLR"
             refused = pytest.raises(sp.CheckpointError, match=f"scheduler '{name}', now ")
