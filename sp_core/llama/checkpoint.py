@@ -124,7 +124,7 @@ class Checkpoint:
 
     def _read_index(self) -> dict[str, str]:
         """Return the file of each tensor, as the index says."""
-        places: Any = read_json(self.folder / INDEX).get("weight_map")
+        places: dict[str, str] = read_json(self.folder / INDEX).get("weight_map", {})
         files = places.values() if isinstance(places, dict) else ()
         if not files or not all(isinstance(x, str) and Path(x).name == x for x in files):
             raise CheckpointError(
