@@ -138,7 +138,8 @@ class Communicator(NotCopied):
     def counter(self) -> MpiCounter:
         """Return a counter whose `take` gives 0, 1, 2, ..., each number to one rank only.
 
-        Every rank calls this (one agreement). Every rank calls the counter's `free` in the end.
+        Every rank calls this (one agreement), and the counter's `free` in the end. No rank may take
+        a number after any rank has made the next counter.
         """
         self.agree_on(lambda: f"counter() on {self.name}")
         self.settle()
@@ -283,10 +284,8 @@ class Communicator(NotCopied):
     def ensure_open(self) -> None:
         """Raise `RankError` if this communicator has been freed, or another rank has left it."""
         if self._freed:
-            raise RankError(
-                f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its "
-                f"`with` block."
-            )
+            freed = f"{self.name} (rank {self.rank} of {self.size}) has been freed"
+            raise RankError(f"{freed}. Use it inside its `with` block.")
         self._control.ensure_whole()
 
     def ask_to_free(self, how: str = "") -> list[agreement.Question]:

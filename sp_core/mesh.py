@@ -275,8 +275,7 @@ class Mesh(NotCopied):
         places = [list(self.axes).index(axis) for axis in (*others, *names)]
         grid = np.arange(self.size).reshape(tuple(self.axes.values())).transpose(places)
         count = math.prod(self.axes[axis] for axis in names)
-        groups = grid.reshape(-1, count).tolist()
-        return next(ranks for ranks in groups if self.rank in ranks)
+        return next(ranks for ranks in grid.reshape(-1, count).tolist() if self.rank in ranks)
 
     def _nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the node of each of some ranks, numbered from 0 in order of first appearance."""
@@ -315,7 +314,8 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi and isinstance(given, mpi.Comm):
             world = max(mpi.COMM_WORLD, given, key=lambda comm: comm.size)  # MPI may spawn ranks
-            failing.watch_over(rank=world.rank, size=world.size, stop=world.Abort)
+            # a communicator that the user has freed since then is false
+            failing.watch_over(world.rank, world.size, lambda x: (world or mpi.COMM_WORLD).Abort(x))
         return given, axes
     from sp_core.transport import groups
 

@@ -178,6 +178,11 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
     return change
 
 
+def unfiled(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / "model.safetensors").mkdir()
+
+
 NORM = "model.norm.weight"
 ADAPTER, ADAPTED = (
     "adapter_config.json",
@@ -188,7 +193,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an adapter": (ADAPTED, lambda f: (f / ADAPTER).write_text("{}")),
     "an adapter without the model that it adapts": (
         ADAPTED,
-        lambda f: [(f / name).replace(f / ADAPTER) for name in ("config.json", INDEX, FIRST)],
+        lambda f: [(f / name).replace(f / ADAPTER) for name in (INDEX, FIRST, "config.json")],
     ),
     "a configuration that is no JSON": (
         "config.json cannot be read",
@@ -239,6 +244,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop("lm_head.weight")),
     ),
     "no weights": ("has neither", lambda f: [drop(name)(f) for name in (INDEX, FIRST, SECOND)]),
+    "a folder for the weights": ("has neither", unfiled),
     "pickled weights": (
         r"the pickled files \['pytorch_model.bin'\] none is ever unpickled",
         pickled,

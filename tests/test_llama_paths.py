@@ -1,6 +1,7 @@
 """Test which paths and files of a model folder are used, and what numbers and nulls in it mean."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
 import sp_core as sp
 from sp_core.llama import Checkpoint, LlamaConfig, checkpoint, create, load, save
 from sp_core.llama.checkpoint import SINGLE
-from sp_core.llama.config import read_json
+from sp_core.llama.config import is_there, read_json
 from sp_core.testing import spmd
 
 
@@ -68,6 +70,17 @@ def test_a_folder_without_a_usable_name_is_refused(read: Any) -> None:
         read(None)
     with pytest.raises(sp.CheckpointError, match=r"File name too long|has neither"):
         read("n" * 300)
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ENOENT, errno.ENOTDIR])
+def test_a_file_is_missing_only_if_the_system_says_so(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening any other file gives the true reason."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", Mock(side_effect=OSError(error, "")))
+        found = is_there(Path("model"))
+    assert found == (error in (errno.EACCES, errno.EIO))
 
 
 SCALING = {"rope_type": "linear", "factor": 2.0}
@@ -194,7 +207,7 @@ def test_a_model_is_saved_in_a_new_or_an_empty_folder(
 
 THERE, FAILS = "{} is there already.*Delete it", "{} cannot be written: .*Pass a folder to write to"
 NOT_WRITTEN: dict[str, tuple[str, str, type[Exception]]] = {
-    "a full folder": ("full", THERE, sp.CheckpointError),
+    "a full folder": ("full", "{0} is there .*: see {0}/file. Delete it", sp.CheckpointError),
     "a file": ("file", THERE, sp.CheckpointError),
     "the root": ("/", THERE, sp.CheckpointError),
     "a folder in a file": ("file/model", FAILS, sp.CheckpointError),

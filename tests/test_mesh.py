@@ -8,7 +8,7 @@ from collections.abc import Callable
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -345,7 +345,7 @@ def test_errors_end_all_ranks_of_mpi_and_no_other_ones(
     The communicator of no axes, `mesh[()]`, is of the same kind as that of the mesh.
     """
     watched: list[int] = []
-    monkeypatch.setattr("sp_core.failing.watch_over", lambda **given: watched.append(comm.rank))
+    monkeypatch.setattr("sp_core.failing.watch_over", lambda *given: watched.append(comm.rank))
     with sp.Mesh(comm, a=2) as mesh:
         assert type(mesh[()]._comm) is type(comm)
     assert bool(watched) == hasattr(comm, "py2f")
@@ -355,15 +355,23 @@ def test_errors_end_all_ranks_of_mpi_and_no_other_ones(
 def test_errors_end_all_ranks_of_a_subclass_of_the_communicators_of_mpi(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A communicator with ranks that MPI has spawned is larger than COMM_WORLD."""
-    kind = type("Comm", (SimpleNamespace,), {"Split": None})
-    world = kind(rank=1, size=2, Abort=exit)
-    given = type("Own", (kind,), {})(rank=0, size=size, Abort=print)
+    """A communicator with ranks that MPI has spawned is larger than COMM_WORLD.
+
+    A freed communicator of mpi4py is false, and cannot end any ranks.
+    """
+    kind = type("Comm", (MagicMock,), {"Split": None})
+    world, given = kind(rank=1, size=2), type("Own", (kind,), {})(rank=0, size=size)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(Comm=kind, COMM_WORLD=world))
     monkeypatch.setattr("sp_core.failing.watch_over", watch_over := Mock())
     _ranks_of(given, {})
     most = given if size > 2 else world
-    watch_over.assert_called_once_with(rank=most.rank, size=most.size, stop=most.Abort)
+    ((rank, ranks, stop),) = (one.args for one in watch_over.call_args_list)
+    assert (rank, ranks) == (most.rank, most.size)
+    stop(3)
+    most.Abort.assert_called_once_with(3)
+    given.__bool__.return_value = False
+    stop(4)
+    world.Abort.assert_called_with(4)
 
 
 @spmd(2)

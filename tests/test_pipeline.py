@@ -207,23 +207,34 @@ BATCH = MicroBatch(TOKENS, TOKENS, sp.Sharding.contiguous(5, 1))
     ],
     ids=["decode", "train"],
 )
+@pytest.mark.parametrize("again", [False, True], ids=["", "and again"])
 @spmd(2, 3)
 def test_stages_that_fail_at_different_micro_batches_go_on(
-    comm: Any, call: Callable[[Any], Tensor]
+    comm: Any, call: Callable[[Any], Tensor], again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank catches its error, as after Ctrl-C. A later call gets its own messages."""
+    """Every rank catches its error, as after Ctrl-C. A later call gets its own messages.
+
+    An error of a message after that (`again`) neither replaces it nor stops others.
+    """
     passes = count()
 
     def fail(*_: object) -> None:
         if next(passes) == comm.size - 1 - comm.rank:
+            if again:
+                monkeypatch.setattr(mesh["pp"], "track", track)
             raise KeyboardInterrupt
+
+    def track(handle: Any) -> None:
+        tracked(handle)
+        raise MemoryError
 
     with sp.Mesh(comm, pp=comm.size) as mesh:
         model = Case((4, 2), layers=4).model(mesh)
-        wanted = call(model)
+        wanted, tracked = call(model), mesh["pp"].track
         hook = model.layers[model.own[0]].register_forward_pre_hook(fail)
         with pytest.raises(KeyboardInterrupt):
             call(model)
+        monkeypatch.setattr(mesh["pp"], "track", tracked)
         hook.remove()
         assert torch.equal(call(model), wanted)
 

@@ -59,8 +59,9 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         arguments.check(folder=folder)
         self.folder = Path(folder)
-        is_single, has_index = (is_there(self.folder / name) for name in (SINGLE, INDEX))
-        places = self._read_index() if has_index and not is_single else {}
+        single = self.folder / SINGLE
+        is_single = is_there(single) and not os.path.isdir(single)  # noqa: PTH112
+        places = self._read_index() if not is_single and is_there(self.folder / INDEX) else {}
         if not places and not is_single:
             files = self.folder.glob("*") if is_there(self.folder) else ()
             pickled = [x.name for x in files if x.suffix in (".bin", ".pt", ".pth")]
@@ -117,20 +118,15 @@ class Checkpoint:
             raise CheckpointError(f"{name} is missing from the weights in {self.folder}.")
         file = self._files[self._places[name]]
         if name not in file.keys():  # noqa: SIM118  # not a dict
-            raise CheckpointError(
-                f"{name} is missing from {self.folder / self._places[name]}, where {INDEX} says "
-                f"it is. Copy both again."
-            )
+            missing = f"{name} is missing from {self.folder / self._places[name]}"
+            raise CheckpointError(f"{missing}, where {INDEX} says it is. Copy both again.")
         return file.get_slice(name)
 
     def _read_index(self) -> dict[str, str]:
         """Return the file of each tensor, as the index says."""
-        places = read_json(self.folder / INDEX).get("weight_map")
-        if (
-            not isinstance(places, dict)
-            or not places
-            or not all(isinstance(x, str) and Path(x).name == x for x in places.values())
-        ):
+        places: dict[str, str] = read_json(self.folder / INDEX).get("weight_map", {})
+        files = places.values() if isinstance(places, dict) else ()
+        if not files or not all(isinstance(x, str) and Path(x).name == x for x in files):
             raise CheckpointError(
                 f"{self.folder / INDEX} has no weight_map to files of this folder. Copy it again."
             )
@@ -142,10 +138,10 @@ def _opened(path: Path, number: int) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:
-        raise CheckpointError(
-            "reading a model needs safetensors; install it with pip install 'sp-core[llama]'."
-        ) from error
+        needed = "reading a model needs safetensors; install it with pip install 'sp-core[llama]'."
+        raise CheckpointError(needed) from error
     try:
+        path.open("rb").close()  # safe_open takes a file that it may not read for a missing one
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing, of {number} in {INDEX}. Copy it too.") from error
@@ -288,9 +284,8 @@ def write(
         check_unstaged(model.grid)
         arguments.check(folder=folder, max_file_bytes=max_file_bytes)
         if max_file_bytes is not None and max_file_bytes < 1:
-            raise CheckpointError(
-                f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file."
-            )
+            given = f"max_file_bytes={max_file_bytes} was given"
+            raise CheckpointError(f"{given}; pass at least 1, or None for one file.")
         found[:] = found or [(Path(os.path.realpath(folder)), *beside())]
         return f"{found[0][1]} of {model.dtype} to {folder}, {max_file_bytes}, on {everyone.name}"
 
@@ -360,13 +355,18 @@ def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
         raise CheckpointError(f"{target} cannot be written: {error}. {needed}.") from error
 
 
+def _check_empty(target: Path, draft: Path) -> None:
+    """Raise CheckpointError if `target` is a file, or a folder with anything but `draft`."""
+    entries = target.iterdir() if target.is_dir() else [target] * target.exists()
+    if found := sorted({*entries} - {draft}):
+        full = f"{target} is there already, and is no empty folder: see {found[0]}"
+        raise CheckpointError(f"{full}. Delete it, or save elsewhere.")
+
+
 def _begin(target: Path, draft: Path) -> None:
-    """Check that nothing but `draft` is in `target`, and make the temporary folder `draft`."""
-    if target.exists() and not (target.is_dir() and {*target.iterdir()} <= {draft}):
-        raise CheckpointError(
-            f"{target} is there already, and is no empty folder. Delete it, or save elsewhere."
-        )
-    draft.mkdir(parents=True, exist_ok=True)
+    """Check that `target` is free, and make the temporary folder `draft`."""
+    _check_empty(target, draft)
+    draft.mkdir(parents=True)
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
@@ -387,7 +387,7 @@ def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> N
     config["eos_token_id"] = config["eos_token_id"] or None  # [] is an error in transformers
     for file, text in (*texts.items(), ("config.json", _json(config))):
         (draft / file).write_text(text, encoding="utf-8")
-    _begin(target, draft)  # fails if another save has written there meanwhile
+    _check_empty(target, draft)  # fails if another save has written there meanwhile
     if draft.parent != target:
         draft.rename(target)
         return

@@ -5,6 +5,7 @@ Entries that would change the results of the model and are not supported raise a
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -36,6 +37,8 @@ _ONLY = {
 }
 """For some entries of `config.json` the one supported value, which is the default."""
 _ROPE, _CONTEXT = ("rope_scaling", "rope_parameters"), "original_max_position_embeddings"
+_ABSENT = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG
+"""The errors by which the system says that a path is not there."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -161,6 +164,7 @@ class LlamaConfig:
         """
         arguments.check(folder=folder)
         if is_there(adapter := Path(folder) / "adapter_config.json"):
+            read_json(adapter)  # the system may not say whether it is there
             raise CheckpointError(
                 f"{folder} has an adapter, such as LoRA, which would not be applied. Merge it into "
                 f"the weights, as merge_and_unload() of peft does, or move {adapter} away."
@@ -217,8 +221,14 @@ class LlamaConfig:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a path is there; False also if the system cannot tell, as for a long name."""
-    return os.path.exists(path)  # noqa: PTH110  # Path.exists raises an error then
+    """Return whether a path is there, unless the system cannot tell: then opening it says why."""
+    try:
+        os.stat(path)  # noqa: PTH116
+    except OSError as error:
+        return error.errno not in _ABSENT
+    except ValueError:  # the character 0
+        return False
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:

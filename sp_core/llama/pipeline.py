@@ -13,6 +13,7 @@ Shapes: B sequences of a micro-batch, S tokens, E model dim, P sequence ranks, T
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -118,14 +119,21 @@ class _Mail:
         The neighbours may fail at other micro-batches. A receive that stayed open would take a
         later message, and `Communicator.free` would wait for it. What is sent then is NaN.
         """
-        for way in (False, True):
-            while self._left[way]:
-                self._expect(way)
-            while self._unsent[way]:
-                self.send(self._empty(self._unsent[way][0][1]).fill_(torch.nan), backward=way)
         if kind is None:
             for handle in self._sent:
                 self._comm.wait(handle, NAME)
+            return
+        quiet = suppress(Exception)  # an error here must not replace the first one
+        for way in (False, True):
+            for _ in [*self._left[way]]:
+                with quiet:
+                    self._expect(way)
+        unsent = [(way, x.numel()) for way in (False, True) for _, x in self._unsent[way]]
+        with quiet:
+            blank = self._empty(torch.Size([max(numel for _, numel in unsent)])).fill_(torch.nan)
+            for way, numel in unsent:
+                with quiet:
+                    self.send(blank[:numel], backward=way)
 
     def _expect(self, backward: bool) -> None:
         """Post the receive of the next gradient (`backward`) or hidden state, if one is left."""
@@ -256,10 +264,8 @@ def _count_valid(model: Llama, batches: Sequence[MicroBatch]) -> int:
     valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
     count = int(all_reduce(valid, comm=model.grid.data))
     if count == 0:  # raised on every stage; next_token_loss would raise it on the last stage only
-        raise ValueError(
-            f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is not "
-            "defined."
-        )
+        what = f"no label of any micro-batch is valid (all are {IGNORED})"
+        raise ValueError(f"{what}; the mean of nothing is not defined.")
     return count
 
 
@@ -349,15 +355,10 @@ def _agree(
 
     @cache
     def same_tokens() -> str:
-        return (
-            f"{call()} of {[(batch.tokens.tolist(), batch.labels.tolist()) for batch in batches]}"
-        )
+        return f"{call()} of {[(x.tokens.tolist(), x.labels.tolist()) for x in batches]}"
 
     def same_shapes() -> str:
-        return (
-            f"{call()} of "
-            f"{[(len(batch.tokens), batch.sharding.fingerprint, batch.mask) for batch in batches]}"
-        )
+        return f"{call()} of {[(len(x.tokens), x.sharding.fingerprint, x.mask) for x in batches]}"
 
     def check() -> None:
         _check(model, batches, ordering)
@@ -386,9 +387,8 @@ def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> N
     if not batches:
         raise ShapeError("no micro-batch was given; give at least one.")
     for batch in batches:
-        arguments.check_type(
-            "a micro-batch", batch, MicroBatch, "Make it from tokens, labels and their sharding."
-        )
+        remedy = "Make it from tokens, labels and their sharding."
+        arguments.check_type("a micro-batch", batch, MicroBatch, remedy)
         model.check(batch.tokens, batch.sharding, batch.mask)
         arguments.check_tensor(batch.labels, model.grid.sequence, "labels")
         if batch.labels.shape != batch.tokens.shape or batch.labels.dtype != torch.int64:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 
@@ -48,6 +48,9 @@ class Placement:
             a rank is then only a summand, to be summed over the tensor axis.
         copy: whether this is a copy of a parameter that another pipeline stage holds too. Only the
             other stage counts the parameter in the norm.
+
+    Raises:
+        ShapeError: on this rank: `shape` has no such `dim`.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +61,11 @@ class Placement:
 
     def __post_init__(self) -> None:
         """Count a negative `dim` from the first dim."""
-        object.__setattr__(self, "dim", range(max(len(self.shape), 1))[self.dim])
+        dims = max(len(self.shape), 1)
+        if not -dims <= self.dim < dims:
+            given = f"dim {self.dim} was given for a parameter of shape {tuple(self.shape)}"
+            raise ShapeError(f"{given}. Choose from {-dims} to {dims - 1}.")
+        object.__setattr__(self, "dim", range(dims)[self.dim])
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:
@@ -74,7 +81,8 @@ class Placement:
 
         The `size` ranges have equal lengths, except that the first ones may have one slice more.
         """
-        return cls(tuple(shape), dim, tuple((part,) for part in split_ranges(shape[dim], size)))
+        whole = cls(tuple(shape), dim, ())
+        return replace(whole, held=tuple((part,) for part in split_ranges(shape[dim], size)))
 
     @property
     def numel(self) -> int:

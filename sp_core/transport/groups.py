@@ -210,8 +210,9 @@ class GroupComm(Observer):
     def make_counter(self) -> Any:
         """Return a counter in the store, whose `take` gives each number to one rank only.
 
-        Every rank calls this, after an agreement. It deletes the counters that were freed before.
-        While a rank calls `take`, other ranks need not call anything.
+        Every rank calls this, after an agreement. It deletes the counters that were freed before:
+        from then on no rank may take a number of these. While a rank calls `take`, other ranks
+        need not call anything.
         """
         name = f"{self._name}.{next(self._children)}"
         while self._spent:

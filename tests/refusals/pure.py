@@ -16,6 +16,7 @@ from sp_core.llama import Decoder, Sampling, generate, prefill_unequal, save
 from sp_core.llama.pipeline import loss_and_gradients
 from sp_core.llama.train import backward, load_training
 from sp_core.mask import plan_blocks
+from sp_core.nn.gradients import Placement
 
 Row = tuple[type[Exception], str, Callable[[], object]]
 """The expected error, a pattern of its text, and the call."""
@@ -156,6 +157,11 @@ ROWS: list[Row] = [
             partial(TWO.unshard, [torch.zeros(2), torch.zeros(2)], dim),
             partial(TWO.restore, torch.zeros(4), dim),
         )
+    ),
+    *(
+        (sp.ShapeError, rf"dim {dim} .* of shape \(2,\)\. Choose from -1 to 0", call)
+        for dim in (1, -2)
+        for call in (partial(Placement, (2,), dim, ()), partial(Placement.split, (2,), dim, 2))
     ),
     (TypeError, "dim=None was given", partial(TWO.shard, torch.zeros(4), 0, HERE)),
     *(
