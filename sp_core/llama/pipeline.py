@@ -130,7 +130,8 @@ class _Mail:
                     self._expect(way)
         unsent = [(way, x.numel()) for way in (False, True) for _, x in self._unsent[way]]
         with quiet:
-            blank = self._empty(torch.Size([max(numel for _, numel in unsent)])).fill_(torch.nan)
+            most = max((numel for _, numel in unsent), default=0)
+            blank = self._empty(torch.Size([most])).fill_(torch.nan)
             for way, numel in unsent:
                 with quiet:
                     self.send(blank[:numel], backward=way)
