@@ -106,8 +106,8 @@ class Ranks:
         """Stop pytest on this rank from writing to the terminal and to result files."""
         option = self.config.option
         vars(option).update(dict.fromkeys(_RESULT_FILES & vars(option).keys()))
-        # pytest clears it at the start, also while other ranks use it
         option.log_file = os.devnull  # None would stand for that of the ini file
+        # pytest clears this folder at the start, also while other ranks use it
         option.basetemp = str(self._watch.directory / f"tmp-rank{self.rank}")
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  until the terminal reporter has taken it
 

@@ -20,10 +20,14 @@ from sp_core.transport.distributed import DistributedTransport
 LATE = torch.device("late", 0)
 
 
+def two_streams() -> tuple[torch.Stream, torch.Stream]:
+    """Return the current stream of the simulated device, and another one."""
+    return torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+
+
 def three_streams() -> Iterator[list[torch.Stream]]:
     """Yield every way to start, poll and wait on one of two streams."""
-    two = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
-    return map(list, product(two, repeat=3))
+    return map(list, product(two_streams(), repeat=3))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,7 @@ def test_scratch_memory_is_reused_only_after_its_last_use_on_any_stream(
     comm: Any, transport: str
 ) -> None:
     """The last copy or sum of a collective may be queued when another stream begins the next."""
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    first, second = two_streams()
     values = torch.full((4000,), 1.0 + comm.rank), torch.full((4000,), 100.0)
     with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
         found = []
@@ -90,7 +94,7 @@ def test_scratch_memory_that_a_mesh_drops_stays_until_its_last_use(
     comm: Any, transport: str
 ) -> None:
     """The memory was allocated on another stream than the one that used it last."""
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    first, second = two_streams()
     x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
     found = []
     for waits in (False, True):
@@ -116,7 +120,7 @@ def test_what_a_started_extremum_receives_stays_until_the_waiting_stream_has_rea
     compare = torch.ne
     monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
     monkeypatch.setattr(torch, "ne", lambda a, b, out: compare(a, b, out=out) if a is b else out)
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    first, second = two_streams()
     with sp.Mesh(comm, device=LATE, transport="staged", sp=comm.size) as mesh:
         x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
         pending = sp.all_reduce_start(x, comm=mesh["sp"], op=op, algorithm="mpi")
@@ -132,7 +136,7 @@ def test_marks_of_nan_are_not_written_into_memory_that_was_freed(
     comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The waiting stream has yet to write them when the host drops them. No call needs the host."""
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    first, second = two_streams()
     compare, kept = torch.ne, list[torch.Tensor]()
 
     def copied(a: torch.Tensor, b: Any, *, out: torch.Tensor) -> torch.Tensor:
@@ -160,7 +164,7 @@ def test_marks_of_nan_are_not_written_into_memory_that_was_freed(
 def test_what_the_root_of_a_started_broadcast_sends_stays_until_the_waiting_stream_has_read_it(
     comm: Any, transport: str
 ) -> None:
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    first, second = two_streams()
     with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
         x = torch.full((4000,), 3.0).to(LATE)
         first.synchronize()
@@ -180,7 +184,7 @@ def test_the_memory_of_a_plan_stays_until_the_stream_that_ran_it_has_read_it(
     comm: Any, transport: str, rows: int, keeps: bool
 ) -> None:
     """The plan copies its input first: a single row as it is, several rows in pieces."""
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    first, second = two_streams()
     with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
         x = torch.full((20, rows, 200), 3.0).to(LATE).movedim(0, 2)
         dims = {"split_dim": 1, "concat_dim": 0}
@@ -256,7 +260,7 @@ def test_what_is_copied_or_added_at_the_end_is_seen_by_the_stream_that_waits(way
 
 
 def test_float32_sums_stay_until_the_stream_that_made_them_has_rounded_them() -> None:
-    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    first, second = two_streams()
     send = torch.ones(4000, device=LATE, dtype=torch.bfloat16)
     recv = torch.empty_like(send)
     one, fake = operation("all_reduce", 0, 1, (4000,), itemsize=2), cast("Any", Group())
