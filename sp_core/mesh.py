@@ -379,7 +379,7 @@ def named_transport(transport: str | HostWrapper, device: torch.device) -> str |
 def fingerprint(comm: Intracomm | None = None) -> dict[str, str]:
     """Return texts that describe this machine and its MPI library: host, processor, cores and mpi.
 
-    Constants of another fingerprint are not used. A `comm` of torch.distributed has no library.
+    Constants of another fingerprint are not used. A `comm` of torch.distributed uses no MPI.
     """
     mpi = None if hasattr(comm, "world_rank") else sys.modules.get("mpi4py.MPI")  # starts no MPI
     vendor, version = mpi.get_vendor() if mpi else ("none", ())
