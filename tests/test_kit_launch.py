@@ -181,6 +181,7 @@ def test_options_of_the_kit_have_a_heading_of_their_own(pytest_here: InProcess) 
     [
         (("--with-mpi", "--sp-expect-ranks", "4"), {}, "MPI says that this launch has 1"),
         (("--sp-expect-ranks", "4"), {}, "needs --with-mpi under mpiexec"),
+        (("--with-mpi",), {"PMI_SIZE": "2"}, "MPI says that each is alone"),
         (("--with-mpi", "-n", "2"), {}, "pytest-xdist (-n) and --with-mpi cannot be combined"),
         ((), {"PMI_SIZE": "2"}, "or srun started 2 processes, but --with-mpi is missing"),
     ],

@@ -15,6 +15,7 @@ import pytest
 from sp_core import failing
 from sp_core.launch import watch
 from sp_core.launch.results import Ledger
+from sp_core.machine import started_tasks
 from sp_core.testing import requests
 from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, find_shared_gpu, keep_largest, thread
@@ -46,7 +47,8 @@ class Ranks:
 
     Raises:
         pytest.UsageError: on every rank: the launch does not have the number of ranks
-            that `--sp-expect-ranks` gives, or pytest-xdist or pytest-cov is in use.
+            that `--sp-expect-ranks` gives; mpiexec or srun started several processes, each of which
+            is alone in MPI; or pytest-xdist or pytest-cov is in use.
     """
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
@@ -68,6 +70,13 @@ class Ranks:
                 f"--sp-expect-ranks {expected} was given, but MPI says that this launch has "
                 f"{self.size}. Start it with mpiexec -n {expected}, the one of the MPI library "
                 "that this Python's mpi4py uses: another one starts single processes."
+            )
+        if expected is None and self.size == 1 < (tasks := started_tasks()):
+            self._usage(
+                f"mpiexec or srun started {tasks} processes, but MPI says that each is alone. Use "
+                "the mpiexec of the MPI library that this Python's mpi4py uses, or tell srun which "
+                "protocol it speaks (srun --mpi=list). If one rank is meant, add "
+                "--sp-expect-ranks 1."
             )
         self._refuse_plugins()
         self._watch = watch.start(self.rank)
