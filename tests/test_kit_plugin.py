@@ -143,12 +143,16 @@ def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
             plugin.pytest_collection_modifyitems(config(**option), [plain, item])
 
 
-def test_the_running_test_is_known_by_a_path_from_here(
+def test_the_running_test_is_known_by_a_path_from_where_pytest_began(
     current: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    """A test may have changed the working directory, and removed it."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
     parent = SimpleNamespace(nodeid="rootdir/test_x.py::C")
     item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", parent=parent, name="y[::]")
+    item.config = SimpleNamespace(invocation_params=SimpleNamespace(dir=tmp_path))
     item.nodeid = f"{parent.nodeid}::y[::]@a y[::]"  # pytest-xdist adds the name of a group
     hook = plugin.pytest_runtest_protocol(item)
     next(hook)

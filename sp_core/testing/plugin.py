@@ -134,7 +134,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Remember the id of the running test, for the command that runs it again."""
     # pytest-xdist adds a group's name to the test's own id
     classes = getattr(item.parent, "nodeid", "").split("::")[1:]
-    kit.current.node_id = "::".join([os.path.relpath(item.path), *classes, item.name])
+    path = os.path.relpath(item.path, item.config.invocation_params.dir)
+    kit.current.node_id = "::".join([path, *classes, item.name])
     return (yield)
 
 
