@@ -175,8 +175,17 @@ class Ranks:
             self._usage("\n".join(lines))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note, for the report of a hang, that this rank has begun this test."""
+        """Note, for the report of a hang, that this rank has begun this test.
+
+        Restart the time limit, which pytest's `faulthandler_timeout` has replaced by its own.
+        """
         watch.note(f"in {nodeid}")
+        watch.progress()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_exception_interact(self) -> None:
+        """Restart the time limit, which pytest's faulthandler plugin has cancelled."""
+        watch.progress()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
