@@ -109,23 +109,37 @@ def test_a_session_inside_another_ends_with_the_other_in_its_place(current: Sess
     ],
 )
 @pytest.mark.parametrize("option", [{}, {"with_mpi": True}, {"only_mpi": True}])
-@pytest.mark.parametrize("kind", ["of the kit", "marked", "ordinary"])
+@pytest.mark.parametrize(
+    ("kind", "mark"),
+    [
+        ("of the kit", ""),
+        ("of the kit", "mpi_skip"),
+        ("of the kit", "mpi_break"),
+        ("marked", "ranks"),
+        ("ordinary", ""),
+    ],
+)
 def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
     size: dict[str, str],
     option: dict[str, Any],
     kind: str,
+    mark: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only tests of the kit have their health check suppressed."""
+    """A test that pytest-mpi leaves out is not marked.
+
+    Only tests of the kit have their health check suppressed.
+    """
 
     def test() -> None:
         """Do nothing."""
 
     vars(test).update(sp_core_ranks=kind == "of the kit")
     item = Mock(obj=test, config=config(**option))
-    item.get_closest_marker.side_effect = {"ranks": 1}.get if kind == "marked" else {}.get
+    item.get_closest_marker.side_effect = {mark: 1}.get
     plugin.pytest_itemcollected(item)
-    marks = [call.add_marker("mpi")] if option and kind != "ordinary" else []
+    is_marked = option and kind != "ordinary" and not mark.startswith("mpi_")
+    marks = [call.add_marker("mpi")] if is_marked else []
     assert [each for each in item.mock_calls if each == call.add_marker("mpi")] == marks
     own = getattr(item.obj, "_hypothesis_internal_use_settings", None)
     assert (

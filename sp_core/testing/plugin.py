@@ -104,10 +104,13 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Add pytest-mpi's marker `mpi` to tests that run on ranks, if the session uses MPI.
 
+    A test marked `mpi_skip` or `mpi_break` gets no marker, so `--only-mpi` skips it, too.
+
     Let tests of `given` and `spmd` use function-scoped fixtures: suppress Hypothesis' health check
     `function_scoped_fixture`.
     """
-    if _with_mpi(item.config) and _runs_on_ranks(item):
+    left_out = any(map(item.get_closest_marker, ("mpi_skip", "mpi_break")))
+    if _with_mpi(item.config) and _runs_on_ranks(item) and not left_out:
         item.add_marker("mpi")
     if _is_ours(item):
         from sp_core.testing.profiles import allow_fixtures
