@@ -172,6 +172,11 @@ class Ranks:
                 lines += [f"rank {rank} {text}" for text in complaints]
                 only = [name for name in ids if name not in common][:5]
                 lines += [f"  not on all ranks, but on rank {rank}: {name}" for name in only]
+            if all(set(ids) == common for ids, _ in everyone):
+                lines += [
+                    "all have the same tests. If pytest-randomly orders them, pass -p no:randomly "
+                    "or one --randomly-seed. If pytest.mark.parametrize gets a set, give it a list."
+                ]
             self._usage("\n".join(lines))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
