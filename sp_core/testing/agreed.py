@@ -206,8 +206,8 @@ class Ranks:
         """
         if getattr(thread, "sink", None) is not None:
             raise TypeError(
-                "a body that runs on ranks cannot use `subtests` under mpiexec: other ranks would "
-                "not see a subtest that fails. Use plain `assert`, or pytest.mark.parametrize."
+                "a body that runs on ranks cannot use `subtests`: other ranks would not see a "
+                "subtest that fails. Use plain `assert`, or pytest.mark.parametrize."
             )
         report: pytest.TestReport = yield
         watch.progress()
