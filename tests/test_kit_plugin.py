@@ -177,6 +177,7 @@ def test_the_running_test_is_known_by_a_path_from_where_pytest_began(
 
 @pytest.mark.parametrize("when", ["setup", "call"])
 @pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -190,23 +191,25 @@ def test_the_running_test_is_known_by_a_path_from_where_pytest_began(
     ],
 )
 def test_a_failure_of_ranks_is_its_text_and_a_skip_is_at_the_test(
-    error: BaseException | None, text: str, when: str, *, ours: bool
+    error: BaseException | None, text: str, when: str, *, ours: bool, is_late: bool
 ) -> None:
+    """Of a unittest.TestCase pytest sets the error late, in an inner hook."""
     if isinstance(error, pytest.skip.Exception):
         error._use_item_location = False
     excinfo = None if error is None else SimpleNamespace(value=error)
     item: Any = SimpleNamespace(obj=SimpleNamespace(sp_core_ranks=ours))
     failed = error is not None and not isinstance(error, pytest.skip.Exception)
     report: Any = SimpleNamespace(failed=failed, longrepr="own")
-    info: Any = SimpleNamespace(excinfo=excinfo, when=when)
+    info: Any = SimpleNamespace(excinfo=None if is_late else excinfo, when=when)
     hook = plugin.pytest_runtest_makereport(item, info)
     next(hook)
+    info.excinfo = excinfo
     with pytest.raises(StopIteration) as end:
         hook.send(report)
     assert end.value.value is report
     assert report.longrepr == text
     if isinstance(error, pytest.skip.Exception):
-        assert error._use_item_location == (ours and when == "call")
+        assert error._use_item_location == (ours and when == "call" and not is_late)
 
 
 LINE = "worst error over bound: "

@@ -150,10 +150,11 @@ def pytest_runtest_makereport(
 
     Report a skip in a body at the line of the test, as no line of the body is in the traceback.
     """
-    error = None if call.excinfo is None else call.excinfo.value
+    error = getattr(call.excinfo, "value", None)
     if isinstance(error, pytest.skip.Exception) and call.when == "call" and _is_ours(item):
         error._use_item_location = True
     report = yield
+    error = getattr(call.excinfo, "value", None)  # set only now for a unittest.TestCase
     if report.failed and "RankFailure" in [kind.__name__ for kind in type(error).__mro__]:
         report.longrepr = f"{type(error).__name__}\n{error}"
     return report
