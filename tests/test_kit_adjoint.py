@@ -57,9 +57,6 @@ def shards(*sizes: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(n, dtype=dtype, generator=generator).requires_grad_() for n in sizes]
 
 
-pytestmark = pytest.mark.mpi_skip
-
-
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     [((2,), torch.float64), ((2, 2), torch.float64), ((2, 0, 1), torch.complex128)],

@@ -20,6 +20,10 @@ from sp_core.testing.session import Session, Tally, collected
 pytestmark = pytest.mark.mpi_skip  # the other ranks are simulated
 
 POINT = "the end of collection"
+ORDER = (
+    "all have the same tests. If pytest-randomly orders them, pass -p no:randomly or one "
+    "--randomly-seed. If pytest.mark.parametrize gets a set, give it a list."
+)
 
 
 @pytest.fixture
@@ -141,6 +145,8 @@ def test_ranks_that_collect_other_tests_are_refused(
         error = "its error" if who == "other" else plugin._complaints[0]
         told += [f"rank {number} {error}"]
         told += [f"  not on all ranks, but on rank {number}: {name}" for name in only.get(who, [])]
+    if not only:
+        told += [ORDER]
     assert plugin._complaints[0].startswith("left collection:\nTraceback")
     assert caught.value.args == (("\n".join(told),) if rank == 0 else ())
 
@@ -156,7 +162,7 @@ def test_what_a_rank_could_not_do_is_kept_for_the_report(tmp_path: Path, kit: Mo
         plugin.pytest_collectstart(SimpleNamespace(nodeid=nodeid))
     plugin.pytest_runtest_logstart("test_x")
     notes = [call.note("collects tests")] * 2 + [call.note("in test_x")]
-    assert kit.mock_calls == notes
+    assert kit.mock_calls == [*notes, call.progress()]
 
 
 @pytest.mark.parametrize(

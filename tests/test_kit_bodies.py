@@ -134,6 +134,7 @@ def generator(comm: Any) -> Any:
     ("decorate", "body", "said"),
     [
         (lambda: given(n=st.integers()), leads, "first parameter"),
+        (spmd, lambda comm, subtests: None, "cannot use `subtests`"),
         (lambda: given(n=st.integers()), failure_of, r"parameters named \['n'\]"),
         (spmd, coroutine, "coroutine is `async` or has a `yield`"),
         (given, generator, "generator is `async` or has a `yield`"),
@@ -222,7 +223,7 @@ def test_subtests_are_refused(subtests: Any) -> None:
         with subtests.test():
             comm.barrier()
 
-    assert_told(failure_of(body), "cannot use `subtests` under mpiexec")
+    assert_told(failure_of(body), "a body that runs on ranks cannot use `subtests`")
 
 
 def test_an_assumption_that_fails_on_a_rank_rejects_the_example() -> None:

@@ -181,6 +181,7 @@ def test_options_of_the_kit_have_a_heading_of_their_own(pytest_here: InProcess) 
     [
         (("--with-mpi", "--sp-expect-ranks", "4"), {}, "MPI says that this launch has 1"),
         (("--sp-expect-ranks", "4"), {}, "needs --with-mpi under mpiexec"),
+        (("--with-mpi",), {"PMI_SIZE": "2"}, "MPI says that each is alone"),
         (("--with-mpi", "-n", "2"), {}, "pytest-xdist (-n) and --with-mpi cannot be combined"),
         ((), {"PMI_SIZE": "2"}, "or srun started 2 processes, but --with-mpi is missing"),
     ],
@@ -252,6 +253,33 @@ def test_any_program_may_be_launched_and_its_end_is_told(
     code, text = launched(2, "-c", f"import sys; from mpi4py import MPI; {program}")
     assert code in codes, text
     assert re.search(said, text), text
+
+
+ENDLESS = """
+import pytest
+from sp_core.testing import spmd
+
+@pytest.fixture
+def endless():
+    yield
+    while True:
+        pass
+
+@spmd(2)
+def test_x(comm, endless):
+    assert comm.size == 3
+"""
+
+
+def test_a_rank_that_hangs_after_a_failure_is_ended_with_its_stacks(tmp_path: Path) -> None:
+    """At a failure pytest's faulthandler plugin cancels the process's only timer for stacks."""
+    (path := tmp_path / "test_x.py").write_text(ENDLESS)
+    command = (*PYTEST, "--with-mpi", str(path))
+    code, text = launched(2, *command, SP_WATCHDOG_S="2", SP_WATCHDOG_PHASE_S="3")
+    assert code == 1, text
+    assert "a rank has reached its time limit" in text
+    assert re.search(r'test_x\.py", line (8|9) in endless', text), text
+    assert "SIGALRM" not in text
 
 
 HANGING = """

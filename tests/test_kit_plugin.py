@@ -109,23 +109,37 @@ def test_a_session_inside_another_ends_with_the_other_in_its_place(current: Sess
     ],
 )
 @pytest.mark.parametrize("option", [{}, {"with_mpi": True}, {"only_mpi": True}])
-@pytest.mark.parametrize("kind", ["of the kit", "marked", "ordinary"])
+@pytest.mark.parametrize(
+    ("kind", "mark"),
+    [
+        ("of the kit", ""),
+        ("of the kit", "mpi_skip"),
+        ("of the kit", "mpi_break"),
+        ("marked", "ranks"),
+        ("ordinary", ""),
+    ],
+)
 def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
     size: dict[str, str],
     option: dict[str, Any],
     kind: str,
+    mark: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only tests of the kit have their health check suppressed."""
+    """A test that pytest-mpi leaves out is not marked.
+
+    Only tests of the kit have their health check suppressed.
+    """
 
     def test() -> None:
         """Do nothing."""
 
     vars(test).update(sp_core_ranks=kind == "of the kit")
     item = Mock(obj=test, config=config(**option))
-    item.get_closest_marker.side_effect = {"ranks": 1}.get if kind == "marked" else {}.get
+    item.get_closest_marker.side_effect = {mark: 1}.get
     plugin.pytest_itemcollected(item)
-    marks = [call.add_marker("mpi")] if option and kind != "ordinary" else []
+    is_marked = option and kind != "ordinary" and not mark.startswith("mpi_")
+    marks = [call.add_marker("mpi")] if is_marked else []
     assert [each for each in item.mock_calls if each == call.add_marker("mpi")] == marks
     own = getattr(item.obj, "_hypothesis_internal_use_settings", None)
     assert (
@@ -143,12 +157,16 @@ def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
             plugin.pytest_collection_modifyitems(config(**option), [plain, item])
 
 
-def test_the_running_test_is_known_by_a_path_from_here(
+def test_the_running_test_is_known_by_a_path_from_where_pytest_began(
     current: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    """A test may have changed the working directory, and removed it."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
     parent = SimpleNamespace(nodeid="rootdir/test_x.py::C")
     item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", parent=parent, name="y[::]")
+    item.config = SimpleNamespace(invocation_params=SimpleNamespace(dir=tmp_path))
     item.nodeid = f"{parent.nodeid}::y[::]@a y[::]"  # pytest-xdist adds the name of a group
     hook = plugin.pytest_runtest_protocol(item)
     next(hook)
@@ -159,6 +177,7 @@ def test_the_running_test_is_known_by_a_path_from_here(
 
 @pytest.mark.parametrize("when", ["setup", "call"])
 @pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -172,23 +191,25 @@ def test_the_running_test_is_known_by_a_path_from_here(
     ],
 )
 def test_a_failure_of_ranks_is_its_text_and_a_skip_is_at_the_test(
-    error: BaseException | None, text: str, when: str, *, ours: bool
+    error: BaseException | None, text: str, when: str, *, ours: bool, is_late: bool
 ) -> None:
+    """Of a unittest.TestCase pytest sets the error late, in an inner hook."""
     if isinstance(error, pytest.skip.Exception):
         error._use_item_location = False
     excinfo = None if error is None else SimpleNamespace(value=error)
     item: Any = SimpleNamespace(obj=SimpleNamespace(sp_core_ranks=ours))
     failed = error is not None and not isinstance(error, pytest.skip.Exception)
     report: Any = SimpleNamespace(failed=failed, longrepr="own")
-    info: Any = SimpleNamespace(excinfo=excinfo, when=when)
+    info: Any = SimpleNamespace(excinfo=None if is_late else excinfo, when=when)
     hook = plugin.pytest_runtest_makereport(item, info)
     next(hook)
+    info.excinfo = excinfo
     with pytest.raises(StopIteration) as end:
         hook.send(report)
     assert end.value.value is report
     assert report.longrepr == text
     if isinstance(error, pytest.skip.Exception):
-        assert error._use_item_location == (ours and when == "call")
+        assert error._use_item_location == (ours and when == "call" and not is_late)
 
 
 LINE = "worst error over bound: "

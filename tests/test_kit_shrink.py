@@ -286,7 +286,7 @@ def test_each_test_has_a_launch_which_ends_before_the_next(monkeypatch: pytest.M
     did.start.return_value.ask.side_effect = [done, done, Lost("died", 9)]
     monkeypatch.setattr(shrink_crash, "Job", did.start)
     monkeypatch.setattr(session, "current", session.Session())
-    jobs.pytest_configure()
+    jobs.pytest_configure(Mock(getoption={}.get))
     assert (session.current.ranks, session.current.attempt) == (4, jobs.attempt)
     examples = [Example((2, 1), {"n": Alike(n)}) for n in range(4)]
     specs: list[Any] = [SimpleNamespace(test_id=name) for name in "ab"]
@@ -328,12 +328,46 @@ def test_the_words_of_the_command_reach_pytest(
     assert plugins == {"plugins": [jobs.return_value]}
 
 
-def test_the_search_refuses_a_session_of_ranks_in_its_own_process(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("control", "workers", "said"),
+    [(Mock(), None, "only the launches use MPI"), (None, 4, "add -- -n 0")],
+)
+def test_the_search_refuses_what_would_start_no_launch(
+    control: Mock | None, workers: int | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "current", session.Session(control=Mock()))
-    with pytest.raises(pytest.UsageError, match="Leave it out"):
-        Jobs(4, []).pytest_configure()
+    monkeypatch.setattr(session, "current", session.Session(control=control))
+    config: Any = Mock(getoption={"numprocesses": workers}.get)
+    with pytest.raises(pytest.UsageError, match=said):
+        Jobs(4, []).pytest_configure(config)
+
+
+@pytest.mark.parametrize(
+    ("test", "code"),
+    [
+        ("@pytest.mark.mpi\n@given(n=st.just(1))\ndef test_x(comm, n): ...", 0),
+        ("def test_x(): ...", 5),
+    ],
+)
+def test_a_search_that_starts_no_launch_has_not_passed(
+    test: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    imports = "import pytest\nfrom hypothesis import strategies as st\n"
+    imports += "from sp_core.testing import given\n"
+    path = tmp_path / f"{tmp_path.name}.py"  # a name of its own: modules stay in this process
+    path.write_text(imports + test)
+    monkeypatch.setattr(session, "current", session.current)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setattr(shrink_crash, "Job", started := Mock())
+    started.return_value.ask.side_effect = lambda of: Result([FINISHED] * len(of.ranks), {})
+    alone = ("--import-mode=importlib", "-p", "no:faulthandler", "-c", os.devnull)
+    words = ["-n", "2", str(path), "--", *alone, f"--rootdir={tmp_path}"]
+    assert shrink_crash.main(words) == code
+    assert started.called == (code == 0)
+    assert ("no example was sent to a launch" in capsys.readouterr().err) == (code == 5)
 
 
 def test_the_search_is_a_program(tmp_path: Path) -> None:

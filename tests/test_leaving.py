@@ -25,8 +25,6 @@ from sp_core.observer import Notices, observer_of
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import Done, Transfer, Window
 
-pytestmark = pytest.mark.mpi_skip
-
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", sorted(BEGUN))
@@ -187,6 +185,7 @@ def test_a_forked_process_leaves_the_mesh_to_its_rank(
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 1
 
 
+@pytest.mark.mpi_skip
 @pytest.mark.every_mpi
 def test_a_wait_for_a_process_that_has_left_ends() -> None:
     case = str(ROOT / "tests" / "kit" / "case_leaving.py")

@@ -16,7 +16,6 @@ from benchmarks.reporting.trace import Event, Log, main, merge, shifted, spans
 from benchmarks.sample import difference
 from sp_core.testing import spmd
 
-pytestmark = pytest.mark.mpi_skip
 RANKS, SEQ, HIDDEN = 2, 96, 32
 
 
@@ -66,6 +65,7 @@ def test_an_offset_within_its_uncertainty_is_none(ahead: float, expected: float)
     assert difference(trips) == pytest.approx(expected)
 
 
+@pytest.mark.mpi_skip
 def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "trace.json"
     sizes = f"--ranks {RANKS} --seq {SEQ} --hidden {HIDDEN} --heads 2 --layout contiguous".split()

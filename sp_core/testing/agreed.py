@@ -15,6 +15,7 @@ import pytest
 from sp_core import failing
 from sp_core.launch import watch
 from sp_core.launch.results import Ledger
+from sp_core.machine import started_tasks
 from sp_core.testing import requests
 from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, find_shared_gpu, keep_largest, thread
@@ -46,7 +47,8 @@ class Ranks:
 
     Raises:
         pytest.UsageError: on every rank: the launch does not have the number of ranks
-            that `--sp-expect-ranks` gives, or pytest-xdist or pytest-cov is in use.
+            that `--sp-expect-ranks` gives; mpiexec or srun started several processes, each of which
+            is alone in MPI; or pytest-xdist or pytest-cov is in use.
     """
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
@@ -68,6 +70,13 @@ class Ranks:
                 f"--sp-expect-ranks {expected} was given, but MPI says that this launch has "
                 f"{self.size}. Start it with mpiexec -n {expected}, the one of the MPI library "
                 "that this Python's mpi4py uses: another one starts single processes."
+            )
+        if expected is None and self.size == 1 < (tasks := started_tasks()):
+            self._usage(
+                f"mpiexec or srun started {tasks} processes, but MPI says that each is alone. Use "
+                "the mpiexec of the MPI library that this Python's mpi4py uses, or tell srun which "
+                "protocol it speaks (srun --mpi=list). If one rank is meant, add "
+                "--sp-expect-ranks 1."
             )
         self._refuse_plugins()
         self._watch = watch.start(self.rank)
@@ -163,11 +172,25 @@ class Ranks:
                 lines += [f"rank {rank} {text}" for text in complaints]
                 only = [name for name in ids if name not in common][:5]
                 lines += [f"  not on all ranks, but on rank {rank}: {name}" for name in only]
+            if all(set(ids) == common for ids, _ in everyone):
+                lines += [
+                    "all have the same tests. If pytest-randomly orders them, pass -p no:randomly "
+                    "or one --randomly-seed. If pytest.mark.parametrize gets a set, give it a list."
+                ]
             self._usage("\n".join(lines))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note, for the report of a hang, that this rank has begun this test."""
+        """Note, for the report of a hang, that this rank has begun this test.
+
+        Restart the time limit, which pytest's `faulthandler_timeout` has replaced by its own.
+        """
         watch.note(f"in {nodeid}")
+        watch.progress()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_exception_interact(self) -> None:
+        """Restart the time limit, which pytest's faulthandler plugin has cancelled."""
+        watch.progress()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -183,8 +206,8 @@ class Ranks:
         """
         if getattr(thread, "sink", None) is not None:
             raise TypeError(
-                "a body that runs on ranks cannot use `subtests` under mpiexec: other ranks would "
-                "not see a subtest that fails. Use plain `assert`, or pytest.mark.parametrize."
+                "a body that runs on ranks cannot use `subtests`: other ranks would not see a "
+                "subtest that fails. Use plain `assert`, or pytest.mark.parametrize."
             )
         report: pytest.TestReport = yield
         watch.progress()

@@ -165,7 +165,7 @@ def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Si
 
     Raises:
         TypeError: the test is a coroutine or generator, has no first parameter for a communicator,
-            or no parameter of a name in `drawn`.
+            or no parameter of a name in `drawn`; or it asks for pytest's `subtests`.
     """
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_kind(body) for is_kind in kinds):
@@ -182,7 +182,12 @@ def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Si
             f"{body.__qualname__} needs a communicator as its first parameter, and parameters "
             f"named {missing or 'as drawn'}"
         )
-    return inspect.Signature([*instance, *(p for p in rest[1:] if p.name not in drawn)])
+    left = [p for p in rest[1:] if p.name not in drawn]
+    if any(p.name == "subtests" for p in left):  # ranks that are threads would mix up its captures
+        raise TypeError(
+            f"{body.__qualname__} cannot use `subtests` on ranks. Use pytest.mark.parametrize."
+        )
+    return inspect.Signature([*instance, *left])
 
 
 def require_strategies(strategies: Mapping[str, Any]) -> None:

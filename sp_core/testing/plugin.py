@@ -104,10 +104,13 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Add pytest-mpi's marker `mpi` to tests that run on ranks, if the session uses MPI.
 
+    A test marked `mpi_skip` or `mpi_break` gets no marker, so `--only-mpi` skips it, too.
+
     Let tests of `given` and `spmd` use function-scoped fixtures: suppress Hypothesis' health check
     `function_scoped_fixture`.
     """
-    if _with_mpi(item.config) and _runs_on_ranks(item):
+    left_out = any(map(item.get_closest_marker, ("mpi_skip", "mpi_break")))
+    if _with_mpi(item.config) and _runs_on_ranks(item) and not left_out:
         item.add_marker("mpi")
     if _is_ours(item):
         from sp_core.testing.profiles import allow_fixtures
@@ -134,7 +137,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Remember the id of the running test, for the command that runs it again."""
     # pytest-xdist adds a group's name to the test's own id
     classes = getattr(item.parent, "nodeid", "").split("::")[1:]
-    kit.current.node_id = "::".join([os.path.relpath(item.path), *classes, item.name])
+    path = os.path.relpath(item.path, item.config.invocation_params.dir)
+    kit.current.node_id = "::".join([path, *classes, item.name])
     return (yield)
 
 
@@ -146,10 +150,11 @@ def pytest_runtest_makereport(
 
     Report a skip in a body at the line of the test, as no line of the body is in the traceback.
     """
-    error = None if call.excinfo is None else call.excinfo.value
+    error = getattr(call.excinfo, "value", None)
     if isinstance(error, pytest.skip.Exception) and call.when == "call" and _is_ours(item):
         error._use_item_location = True
     report = yield
+    error = getattr(call.excinfo, "value", None)  # set only now for a unittest.TestCase
     if report.failed and "RankFailure" in [kind.__name__ for kind in type(error).__mro__]:
         report.longrepr = f"{type(error).__name__}\n{error}"
     return report

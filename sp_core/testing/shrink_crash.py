@@ -157,18 +157,34 @@ class Jobs:
             return Result([crash if rank == fallen else woken for rank in example.ranks], {})
 
     @pytest.hookimpl(trylast=True)
-    def pytest_configure(self) -> None:
+    def pytest_configure(self, config: pytest.Config) -> None:
         """Make the session of `sp_core.testing` run examples with `attempt`.
 
         Raises:
-            pytest.UsageError: `--with-mpi` makes this process a rank, which would start no launch.
+            pytest.UsageError: `--with-mpi` makes this process a rank, which would start no launch;
+                or pytest-xdist runs the tests in processes that know no launches.
         """
         if session.current.control is not None:
             raise pytest.UsageError(
                 "--with-mpi or --only-mpi was given. Leave it out: only the launches use MPI, and "
                 "they get --with-mpi. If addopts has it, write -- -o addopts= at the end."
             )
+        if config.getoption("numprocesses", None):
+            raise pytest.UsageError(
+                "pytest-xdist (-n) cannot send examples to launches. Leave -n out of the options "
+                "for pytest. If addopts has it, add -- -n 0 at the end."
+            )
         session.current.ranks, session.current.attempt = self.ranks, self.attempt
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Remove the skip that pytest-mpi adds without --with-mpi: the launches have MPI."""
+        for item in items:
+            item.own_markers[:] = [
+                mark
+                for mark in item.own_markers
+                if "--with-mpi" not in str(mark.kwargs.get("reason"))
+            ]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
@@ -187,7 +203,8 @@ class Jobs:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Search for the smallest example that crashes or hangs the ranks of a test.
 
-    Return the exit code of pytest in this process: 0 if every example has passed, 1 if one failed.
+    Return the exit code of pytest in this process: 0 if every example has passed, 1 if one failed,
+    5 if no example was sent to a launch.
 
     Args:
         arguments: the words after the program's name; None: those of this process.
@@ -211,7 +228,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = Jobs(options.ranks, options.options, options.losses)
     # this module and its package are imported before pytest can rewrite assertions
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-    return int(pytest.main([*quiet, *options.options, options.tests], plugins=[jobs]))
+    code = int(pytest.main([*quiet, *options.options, options.tests], plugins=[jobs]))
+    if code == 0 and not jobs.launches:
+        print(
+            "no example was sent to a launch. Name a test of `given` or `spmd`, and add -- -rs to "
+            "see why a test is skipped.",
+            file=sys.stderr,
+        )
+        return int(pytest.ExitCode.NO_TESTS_COLLECTED)
+    return code
 
 
 if __name__ == "__main__":
