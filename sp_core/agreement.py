@@ -94,7 +94,7 @@ def agree(
     Args:
         comm: an mpi4py communicator, or the `Control` of one.
         call: the text of the operation and its arguments, which must be the same on every rank.
-        value: an integer that may differ between ranks.
+        value: an integer that int64 can hold. It may differ between ranks.
         error: the error that a check of this rank's arguments has raised, or None.
         under_way: operations to poll during the wait. None takes `progress.of_this_rank()`.
 
@@ -113,6 +113,11 @@ def agree(
             it.
         PeerFailed: a rank has left the communicator because of an error.
     """
+    try:
+        struct.pack("q", value)
+    except (struct.error, TypeError):  # the other ranks must not wait for this one
+        needed = "pass an integer from -2**63 to 2**63 - 1."
+        error, value = error or ValueError(f"the value {value!r} was given; {needed}"), 0
     control = comm if isinstance(comm, Control) else Control(comm)
     under_way = under_way or progress.of_this_rank()
     for question in (*control.open, *control.last):  # other ranks answer these first, too

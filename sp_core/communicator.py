@@ -234,7 +234,7 @@ class Communicator(NotCopied):
         Args:
             call: returns the text of operation and arguments that must be the same on every rank,
                 or raises an error about them.
-            check: raises an error, or returns an integer to send to all ranks; None counts as 0.
+            check: raises an error, or returns an int64 to send to all ranks; None counts as 0.
             always: communicate even if the communicator was made with `check="off"`. Without
                 communication an error is raised on this rank only.
 
