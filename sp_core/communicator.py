@@ -185,7 +185,7 @@ class Communicator(NotCopied):
     def poll(self) -> None:
         """Advance all operations that this rank has started, on any communicator, without blocking.
 
-        Call `poll` between parts of a long computation; it is cheap.
+        Call `poll` between parts of a long computation, or in a signal handler; it is cheap.
         """
         self._progress.poll()
 
