@@ -179,11 +179,20 @@ def test_results_are_right_however_late_the_device_is(
             assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))
 
 
-@pytest.mark.parametrize(("size", "piece"), [(2, MEBIBYTE), (4, MEBIBYTE), (16, MEBIBYTE // 2)])
-def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(size: int, piece: int) -> None:
+@pytest.mark.parametrize(
+    ("op", "size", "piece"),
+    [
+        ("all_gather", 2, MEBIBYTE),
+        ("all_gather", 4, MEBIBYTE),
+        ("all_gather", 16, MEBIBYTE // 2),
+        ("all_reduce", 4, MEBIBYTE),
+        ("all_reduce", 16, MEBIBYTE),
+    ],
+)
+def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(op: str, size: int, piece: int) -> None:
     """To start a copy from Python costs as much as to copy some 100 KiB, so pieces are large.
 
-    The pieces of all ranks together have at most 8 MiB, so with 16 ranks a piece is 512 KiB.
+    The pieces of all ranks together have at most 8 MiB, so with 16 ranks one of 16 pieces is 512 KiB.
     """
     copies: list[int] = []
 
@@ -196,7 +205,8 @@ def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(size: int, piece: int) 
         with sp.Mesh(comm, sp=comm.size) as mesh:
             group = mesh["sp"]
             group.transport = PipelinedTransport(HostTransport(group._comm), Counted(), comm.size)
-            sp.all_gather(torch.ones(2 * piece, dtype=torch.uint8), comm=group, algorithm="mpi")
+            x = torch.ones(2 * piece, dtype=torch.uint8)
+            getattr(sp, op)(x, comm=group, algorithm="mpi")
 
     run_threads(size, body)
     assert set(copies) == {piece}
