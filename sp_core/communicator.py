@@ -19,7 +19,7 @@ from sp_core.observer import LEFT_TAG, observer_of
 from sp_core.programs import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
-from sp_core.transport.base import Intracomm, Transfer
+from sp_core.transport.base import Intracomm, Transfer, ensure_flat
 from sp_core.transport.host import MpiCounter
 
 if TYPE_CHECKING:
@@ -92,9 +92,8 @@ class Communicator(NotCopied):
             for each in owned:
                 each.Free()
             raise
-        self.window, why_not = make_window(self.transport, comm, self.device)
-        without = "" if self.window else f"it was made with transport={self._asked!r}"
-        self.no_window = why_not or without
+        self.window, why = make_window(self.transport, comm, self.device)
+        self.no_window = why or f"it was made with transport={self._asked!r}" * (not self.window)
 
     @property
     def is_made(self) -> bool:
@@ -125,10 +124,11 @@ class Communicator(NotCopied):
     ) -> Handle:
         """Start point-to-point messages; return a handle. Ranks without messages call this, too.
 
-        A message is (other rank, tensor). `longest` > 0 lets messages go through shared memory, if
-        there is any: the bytes of the longest one. Then each rank sends at most one message.
+        A message is (other rank, flat contiguous tensor on `device`). `longest` > 0, the bytes of
+        the longest message, lets messages go through shared memory. A rank then sends at most one.
         """
         self.ensure_open()
+        ensure_flat((*sends, *recvs))
         with self.counters[name].timed() as count:
             count.add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
             if longest and self.window is not None:

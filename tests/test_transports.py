@@ -192,7 +192,7 @@ def test_results_are_right_however_late_the_device_is(
 def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(op: str, size: int, piece: int) -> None:
     """To start a copy from Python costs as much as to copy some 100 KiB, so pieces are large.
 
-    The pieces of all ranks together have at most 8 MiB, so with 16 ranks one of 16 pieces is 512 KiB.
+    The pieces of all ranks together have at most 8 MiB, so one of 16 pieces is 512 KiB.
     """
     copies: list[int] = []
 
@@ -295,6 +295,15 @@ def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
     for together, left in ((False, 2), (True, 0)):  # MPI may use slots until all have left
         copying.close(together=together)
         assert len(copying._slots) == left
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 3).t(), torch.ones(6)[::2], torch.ones(())])
+@spmd(1)
+def test_a_message_that_is_not_flat_and_contiguous_is_refused(comm: Any, x: torch.Tensor) -> None:
+    with sp.Mesh(comm, sp=1) as mesh:
+        for sends, recvs in (((0, x),), ()), ((), ((0, x),)):
+            with pytest.raises(sp.ShapeError, match=r"Pass x\.contiguous\(\)\.view\(-1\)"):
+                mesh["sp"].exchange(sends, recvs)
 
 
 def test_messages_are_announced_and_posted_in_parts_that_mpi_can_count() -> None:
