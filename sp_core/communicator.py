@@ -367,7 +367,8 @@ class Reordered(Communicator):
     ) -> None:
         vars(self).update({key: vars(other)[key] for key in vars(other).keys() - {*MADE_LATER}})
         self._describe(order.index(other.rank), other.size, name, nodes)
-        self._control, self._progress = agreement.Control(other._control.comm), other._progress
+        self._control = agreement.Control(other._control.comm, other._control)
+        self._progress = other._progress
         self._other, self._order = other, tuple(order)
 
     def __getattr__(self, name: str) -> Any:
