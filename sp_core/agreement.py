@@ -94,7 +94,7 @@ def agree(
     Args:
         comm: an mpi4py communicator, or the `Control` of one.
         call: the text of the operation and its arguments, which must be the same on every rank.
-        value: an integer that may differ between ranks.
+        value: an integer that int64 can hold. It may differ between ranks.
         error: the error that a check of this rank's arguments has raised, or None.
         under_way: operations to poll during the wait. None takes `progress.of_this_rank()`.
 
@@ -113,19 +113,24 @@ def agree(
             it.
         PeerFailed: a rank has left the communicator because of an error.
     """
+    try:
+        struct.pack("q", value)
+    except (struct.error, TypeError):  # the other ranks must not wait for this one
+        needed = "pass an integer from -2**63 to 2**63 - 1."
+        error, value = error or ValueError(f"the value {value!r} was given; {needed}"), 0
     control = comm if isinstance(comm, Control) else Control(comm)
     under_way = under_way or progress.of_this_rank()
     for question in (*control.open, *control.last):  # other ranks answer these first, too
         wait(question, under_way.poll)
-        control.open = []
+        control.open.clear()
         question.answer()
     control.last = []
-    control.open = [question := Question(control, call, value, error)]
+    control.open[:] = [question := Question(control, call, value, error)]
     if under_way.idle:  # then nothing needs `poll` during a wait of MPI
         question.wait()
     else:
         wait(question, under_way.poll)
-    control.open = []
+    control.open.clear()
     return question.answer()
 
 
@@ -137,6 +142,7 @@ class Control:
 
     Args:
         comm: an mpi4py communicator, used only for agreements.
+        other: another `Control` of `comm`, whose `open` this one shares; or None.
 
     Attributes:
         open: a list of the agreement that waits, or that an error has interrupted; else [].
@@ -144,8 +150,9 @@ class Control:
         lost: makes again the error by which this rank learned that others leave; None before.
     """
 
-    def __init__(self, comm: Intracomm) -> None:
-        self.comm, self.open, self.last = comm, list[Question](), list[Question]()
+    def __init__(self, comm: Intracomm, other: Control | None = None) -> None:
+        self.comm, self.last = comm, list[Question]()
+        self.open: list[Question] = other.open if other else []
         self.lost: Callable[[], RankError] | None = None
 
     def ensure_whole(self) -> None:
@@ -206,7 +213,7 @@ class Question:
         self._mine, self._sum = words.astype(np.int64), np.empty(words.size, np.int64)
         self._record = np.frombuffer(_RECORD.pack(state, digest, value, beginning), np.int64)
         self._records: np.ndarray[Any, np.dtype[np.int64]] | None = None
-        self.requests, self._before, self._state = list[Any](), control.open, state
+        self.requests, self._before, self._state = list[Any](), [*control.open], state
         self._begun()
 
     def _begun(self) -> bool:

@@ -19,7 +19,7 @@ from sp_core.observer import LEFT_TAG, observer_of
 from sp_core.programs import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
-from sp_core.transport.base import Intracomm, Transfer
+from sp_core.transport.base import Intracomm, Transfer, ensure_flat
 from sp_core.transport.host import MpiCounter
 
 if TYPE_CHECKING:
@@ -92,9 +92,8 @@ class Communicator(NotCopied):
             for each in owned:
                 each.Free()
             raise
-        self.window, why_not = make_window(self.transport, comm, self.device)
-        without = "" if self.window else f"it was made with transport={self._asked!r}"
-        self.no_window = why_not or without
+        self.window, why = make_window(self.transport, comm, self.device)
+        self.no_window = why or f"it was made with transport={self._asked!r}" * (not self.window)
 
     @property
     def is_made(self) -> bool:
@@ -125,10 +124,11 @@ class Communicator(NotCopied):
     ) -> Handle:
         """Start point-to-point messages; return a handle. Ranks without messages call this, too.
 
-        A message is (other rank, tensor). `longest` > 0 lets messages go through shared memory, if
-        there is any: the bytes of the longest one. Then each rank sends at most one message.
+        A message is (other rank, flat contiguous tensor on `device`). `longest` > 0, the bytes of
+        the longest message, lets messages go through shared memory. A rank then sends at most one.
         """
         self.ensure_open()
+        ensure_flat((*sends, *recvs))
         with self.counters[name].timed() as count:
             count.add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
             if longest and self.window is not None:
@@ -185,7 +185,7 @@ class Communicator(NotCopied):
     def poll(self) -> None:
         """Advance all operations that this rank has started, on any communicator, without blocking.
 
-        Call `poll` between parts of a long computation; it is cheap.
+        Call `poll` between parts of a long computation, or in a signal handler; it is cheap.
         """
         self._progress.poll()
 
@@ -234,7 +234,7 @@ class Communicator(NotCopied):
         Args:
             call: returns the text of operation and arguments that must be the same on every rank,
                 or raises an error about them.
-            check: raises an error, or returns an integer to send to all ranks; None counts as 0.
+            check: raises an error, or returns an int64 to send to all ranks; None counts as 0.
             always: communicate even if the communicator was made with `check="off"`. Without
                 communication an error is raised on this rank only.
 
@@ -367,7 +367,8 @@ class Reordered(Communicator):
     ) -> None:
         vars(self).update({key: vars(other)[key] for key in vars(other).keys() - {*MADE_LATER}})
         self._describe(order.index(other.rank), other.size, name, nodes)
-        self._control, self._progress = agreement.Control(other._control.comm), other._progress
+        self._control = agreement.Control(other._control.comm, other._control)
+        self._progress = other._progress
         self._other, self._order = other, tuple(order)
 
     def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, combinations
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
@@ -215,12 +214,7 @@ class Mesh(NotCopied):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if os.getpid() != self._pid:  # a process that this rank has forked is no rank
             return
         if error is None:
@@ -267,7 +261,9 @@ class Mesh(NotCopied):
         usual = tuple(axis for axis in self.axes if axis in names)  # in the order of the mesh
         ranks, mine = self._members(usual), self._members(names)
         order = list(map(ranks.index, mine))
-        return Reordered(self._made[usual], order, _title(names), self._nodes_of(mine))
+        made = Reordered(self._made[usual], order, _title(names), self._nodes_of(mine))
+        made.check = self._check  # that of the usual one may be off for now
+        return made
 
     def _members(self, names: tuple[str, ...]) -> list[int]:
         """Return the ranks of this rank's group along some axes; the last one varies fastest."""

@@ -87,7 +87,7 @@ class Progress:
         """Let all operations that this rank has started make progress, without blocking.
 
         Call `poll` between parts of a long computation; it is cheap. It does nothing while another
-        thread of this rank polls.
+        thread of this rank polls. A signal handler may call it.
         """
         if not self.lock.acquire(False):
             return
@@ -108,12 +108,18 @@ class Locked:
     """
 
     def __init__(self, test: Callable[[], Any], lock: threading.RLock) -> None:
-        self._test, self._lock = test, lock
+        self._test, self._lock, self._inside = test, lock, False
 
     def test(self) -> Any:
-        """Return what the test of the operation returns."""
+        """Return what the test of the operation returns, or False in the middle of that test."""
         with self._lock:
-            return self._test()
+            if self._inside:  # a signal handler polls
+                return False
+            try:
+                self._inside = True
+                return self._test()
+            finally:
+                self._inside = False
 
 
 def _goes_on(question: Any) -> bool:

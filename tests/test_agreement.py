@@ -1,18 +1,19 @@
 """Test the errors of ranks whose calls differ or fail, word by word."""
 
 from functools import partial
-from threading import Thread, current_thread
+from itertools import chain, repeat
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import sp_core as sp
 from sp_core import agreement, progress
 from sp_core.agreement import agree
 from sp_core.errors import AGREED
 from sp_core.testing import run_threads, spmd
-from sp_core.transport import wait
 
 DISAGREE = "the ranks disagree about what to do; nothing was sent. Make these calls equal:"
 LETTERS = "".join(map(chr, range(0x100, 0x100 + 900)))
@@ -55,6 +56,16 @@ def test_three_ranks_are_told(
     mine = calls[comm.rank]
     error = refused(comm, *(("", mine) if isinstance(mine, Exception) else (mine,)))
     assert (type(error), str(error)) == (kind, text)
+
+
+@pytest.mark.parametrize("value", [1 << 63, 0.5, torch.tensor(0.5)])
+@spmd(2)
+def test_all_ranks_are_told_of_a_value_that_cannot_be_sent(comm: Any, value: Any) -> None:
+    with (
+        sp.Mesh(comm, a=2) as mesh,
+        pytest.raises(ValueError, match=r"rank 1: the value .* was given"),
+    ):
+        mesh["a"].agree_on(lambda: "f", lambda: value if comm.rank else 7)
 
 
 def shown(call: str, start: int = 80) -> str:
@@ -159,48 +170,44 @@ def test_ranks_are_told_who_leaves(acts: list[tuple[str, str]], text: str) -> No
     run_threads(3, body)
 
 
+@pytest.mark.parametrize("axes", [{"a": 3}, {"b": 1, "a": 3}])
 @pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize(("other", "leaves"), [("f", False), ("f", True), ("h", False)])
 def test_an_agreement_that_an_error_interrupts_goes_on(
-    other: str, differ: bool, leaves: bool, monkeypatch: pytest.MonkeyPatch
+    other: str, differ: bool, leaves: bool, axes: dict[str, int]
 ) -> None:
     """The other ranks get the values of all, and then learn that rank 0 leaves, or its next call.
 
     If they had made another call, rank 0 learns that in its next call, and only there.
 
     An operation that is under way lets rank 0 wait by polling, where a signal may raise an error.
+    A communicator in another order of axes does not overtake this agreement.
     """
-    under_way = Mock(**{"advance.return_value": True})
-    interrupted: list[Thread] = []
-
-    def wait_or_fail(*given: Any) -> None:
-        if current_thread() in interrupted:
-            raise TimeoutError
-        wait(*given)
-
-    monkeypatch.setattr(agreement, "wait", wait_or_fail)
+    under_way = Mock(**{"advance.side_effect": chain([TimeoutError], repeat(True))})
+    others_may_call = Event()
 
     def body(comm: Any) -> None:
-        mesh = sp.Mesh(comm, a=3)
-        group, mine = mesh["a"], progress.of_this_rank()
+        mesh = sp.Mesh(comm, **axes)  # type: ignore[arg-type]
+        group, mine = mesh[tuple(axes)], progress.of_this_rank()
+        sp.fence(comm=mesh[tuple(axes)[::-1]])
         if comm.rank == 0:
             mine.add(under_way)
-            interrupted.append(current_thread())
             with pytest.raises(TimeoutError):
                 group.agree_on(lambda: "f")
-            interrupted.clear()
+            if leaves:
+                mesh.__exit__(TimeoutError, TimeoutError(), None)
+            others_may_call.set()
+        others_may_call.wait(5)
         if comm.rank and other == "f":
             assert group.agree_on(lambda: "f", lambda: 7 * differ) == (0, 7 * differ, 7 * differ)
         elif other == "h":
             with pytest.raises(sp.CollectiveMismatch):
                 group.agree_on(lambda: other, lambda: 7 * differ)
-        if leaves and comm.rank == 0:
-            mesh.__exit__(TimeoutError, TimeoutError(), None)
-        elif leaves:
+        if leaves and comm.rank:
             with pytest.raises(sp.PeerFailed):
                 group.agree_on(lambda: "g")
             mesh._abandon(TimeoutError())
-        else:
+        elif not leaves:
             assert group.agree_on(lambda: "g", lambda: comm.rank) == (0, 1, 2)
             mesh.free()
         mine.settle(5)

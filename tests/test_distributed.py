@@ -150,9 +150,13 @@ def test_ranks_find_each_other_at_the_store_of_rank_0(
         monkeypatch.setattr(distributed, name, stand_in)
     kind, host = torch.device(device), "127.0.0.1" if near else "here"
 
+    def make(comm: Any) -> Any:
+        if near:  # as a GroupComm
+            comm.limit = timedelta(seconds=9)
+        return distributed.make_group(comm, kind)
+
     def found() -> list[Any]:
-        limit = (9,) if near else ()
-        return run_threads(3, lambda comm: distributed.make_group(comm, kind, *limit))
+        return run_threads(3, make)
 
     rest = kind, near, timedelta(seconds=9 if near else 300)
     assert found() == [((host, 1234, 5), *rest), *[((host, 1234), *rest)] * 2]
@@ -212,7 +216,7 @@ def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
             over_ranks([1], limit)
     finally:
         torch_distributed.destroy_process_group()
-    assert [comm._limit for comm in made] == [limit] * 3
+    assert [comm.limit for comm in made] == [limit] * 3
     assert len({comm._name for comm in made}) == 3
 
 
@@ -238,7 +242,7 @@ def test_a_backend_that_names_no_timeout_has_that_of_torch(
         monkeypatch.undo()
         torch_distributed.destroy_process_group()
     assert comm is not None
-    assert (comm._limit, comm.world_rank) == (limit, 0)
+    assert (comm.limit, comm.world_rank) == (limit, 0)
 
 
 def test_a_rank_whose_store_has_ended_still_looks_for_dead_processes(

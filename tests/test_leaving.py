@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +138,18 @@ def test_a_sum_that_an_error_has_interrupted_is_neither_repeated_nor_left_out(
         with pytest.raises(sp.RankError, match="an error has interrupted"):
             test()
     work.assert_called_once_with()
+
+
+@spmd(2)
+def test_a_signal_handler_may_poll_in_the_middle_of_a_sum(comm: Any) -> None:
+    """No sum is made twice or left out."""
+    with sp.Mesh(comm, sp=2) as mesh:
+        plan = sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"], algorithm="ring")
+        bound: Any = plan._bound
+        handle: Any = Mock(side_effect=lambda: handle.call_count > 1 or mesh["sp"].poll())
+        bound.steps = [replace(step, work=(*step.work, handle)) for step in bound.steps]
+        assert plan.finish(plan.start()).tolist() == [2.0] * 4
+        assert handle.call_count == len(bound.steps)
 
 
 @spmd(2)

@@ -278,13 +278,14 @@ def test_lengths_and_nodes_are_those_of_ranks_in_another_order_of_axes(comm: Any
 
 @spmd(4)
 def test_a_product_in_another_order_lives_as_long_as_the_usual_one(comm: Any) -> None:
-    """Whichever thread has asked for it first, a wait of the mesh lets it make progress."""
+    """Whoever has asked for it first, a wait of the mesh lets it make progress, and it checks."""
     asked = list[Any]()
     with sp.Mesh(comm, a=2, b=2) as mesh:
         thread = Thread(target=lambda: asked.append(mesh["b", "a"]))
-        thread.start()
-        thread.join()
-        assert asked[0]._progress is mesh["a", "b"]._progress
+        with mesh["a", "b"].agreed():
+            thread.start()
+            thread.join()
+        assert (asked[0]._progress, asked[0].check) == (mesh["a", "b"]._progress, "agree")
         sp.fence(comm=asked[0])
         mesh["a", "b"].free()
         with pytest.raises(sp.RankError, match="has been freed"):

@@ -212,12 +212,15 @@ def test_tags_never_run_out(comm: Any) -> None:
     assert all(len(set(tags[start : start + 1000])) == 1000 for start in range(0, len(tags), 1000))
 
 
-def test_a_vector_is_moved_by_one_call_that_does_not_block() -> None:
+@pytest.mark.parametrize(("most", "calls"), [(1 << 12, (1, 0)), ((1 << 12) - 1, (0, 2))])
+def test_a_vector_is_moved_by_one_call_that_does_not_block(
+    most: int, calls: tuple[int, int]
+) -> None:
     """Several calls are made only if the vector has more elements than one call can count."""
-    comm, x = Mock(rank=0, size=2), torch.ones(1 << 12)
-    task = operation("all_reduce", 0, 2, (len(x),), itemsize=4)
-    HostTransport(comm).start(task, x, torch.empty_like(x))
-    assert (comm.Iallreduce.call_count, comm.Allreduce.call_count) == (1, 0)
+    comm, x = Mock(rank=0, size=3), torch.ones(1 << 12)
+    task = operation("all_reduce", 0, 3, (len(x),), itemsize=4)
+    HostTransport(comm, max_count=most).start(task, x, torch.empty_like(x))
+    assert (comm.Iallreduce.call_count, comm.Allreduce.call_count) == calls
 
 
 @pytest.mark.parametrize("transport", ["host", "window"])

@@ -179,11 +179,20 @@ def test_results_are_right_however_late_the_device_is(
             assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))
 
 
-@pytest.mark.parametrize(("size", "piece"), [(2, MEBIBYTE), (4, MEBIBYTE), (16, MEBIBYTE // 2)])
-def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(size: int, piece: int) -> None:
+@pytest.mark.parametrize(
+    ("op", "size", "piece"),
+    [
+        ("all_gather", 2, MEBIBYTE),
+        ("all_gather", 4, MEBIBYTE),
+        ("all_gather", 16, MEBIBYTE // 2),
+        ("all_reduce", 4, MEBIBYTE),
+        ("all_reduce", 16, MEBIBYTE),
+    ],
+)
+def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(op: str, size: int, piece: int) -> None:
     """To start a copy from Python costs as much as to copy some 100 KiB, so pieces are large.
 
-    The pieces of all ranks together have at most 8 MiB, so with 16 ranks a piece is 512 KiB.
+    The pieces of all ranks together have at most 8 MiB, so one of 16 pieces is 512 KiB.
     """
     copies: list[int] = []
 
@@ -196,7 +205,8 @@ def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(size: int, piece: int) 
         with sp.Mesh(comm, sp=comm.size) as mesh:
             group = mesh["sp"]
             group.transport = PipelinedTransport(HostTransport(group._comm), Counted(), comm.size)
-            sp.all_gather(torch.ones(2 * piece, dtype=torch.uint8), comm=group, algorithm="mpi")
+            x = torch.ones(2 * piece, dtype=torch.uint8)
+            getattr(sp, op)(x, comm=group, algorithm="mpi")
 
     run_threads(size, body)
     assert set(copies) == {piece}
@@ -285,6 +295,15 @@ def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
     for together, left in ((False, 2), (True, 0)):  # MPI may use slots until all have left
         copying.close(together=together)
         assert len(copying._slots) == left
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 3).t(), torch.ones(6)[::2], torch.ones(())])
+@spmd(1)
+def test_a_message_that_is_not_flat_and_contiguous_is_refused(comm: Any, x: torch.Tensor) -> None:
+    with sp.Mesh(comm, sp=1) as mesh:
+        for sends, recvs in (((0, x),), ()), ((), ((0, x),)):
+            with pytest.raises(sp.ShapeError, match=r"Pass x\.contiguous\(\)\.view\(-1\)"):
+                mesh["sp"].exchange(sends, recvs)
 
 
 def test_messages_are_announced_and_posted_in_parts_that_mpi_can_count() -> None:

@@ -111,6 +111,11 @@ class Operation(NamedTuple):
         return self.longest * (self.size if self.op == "all_to_all" else 1)
 
     @property
+    def pieces(self) -> int:
+        """Return into how many pieces the vector is cut: 1, or one per rank."""
+        return max(len(self.send), len(self.recv))
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of the whole vector, the same on every rank."""
         return self.elements * self.itemsize

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sp_core.errors import RankError
+from sp_core.errors import RankError, ShapeError
 from sp_core.programs import Operation
 
 if TYPE_CHECKING:
@@ -22,6 +22,17 @@ else:  # annotations need no MPI
 
 Messages = Sequence[tuple[int, Tensor]]
 """Point-to-point messages: for each (rank of the peer, flat contiguous tensor to send or fill)."""
+
+
+def ensure_flat(messages: Messages) -> None:
+    """Raise `ShapeError` if a tensor of a message is not flat and contiguous."""
+    for _, x in messages:
+        if x.dim() != 1 or not x.is_contiguous():
+            raise ShapeError(
+                f"a message of shape {tuple(x.shape)} and strides {x.stride()} was given; it must "
+                "be flat and contiguous. Pass x.contiguous().view(-1)."
+            )
+
 
 Bound = Sequence[tuple[int, Any]]
 """Messages as (rank of the peer, buffer in the form that one transport sends).

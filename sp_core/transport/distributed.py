@@ -246,24 +246,24 @@ def _add(into: Tensor, parts: Tensor) -> None:
 
 CONNECT_SECONDS = 60
 """Time limit for connecting to the store."""
-LIMIT_SECONDS = 300
-"""Time limit of a transfer. After it the transfer fails on this rank."""
+LIMIT = timedelta(seconds=300)
+"""Time limit of a transfer of ranks of MPI. After it the transfer fails on this rank."""
 
 LOOPBACK = "127.0.0.1"
 """Address of the store if all ranks are on one machine."""
 T = TypeVar("T")
 
 
-def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SECONDS) -> Any:
+def make_group(comm: Intracomm, device: torch.device) -> Any:
     """Connect the ranks by a torch.distributed backend: gloo for a CPU, NCCL for CUDA.
 
     Every rank calls this and waits for the others. The default process group of torch.distributed
     is neither needed nor changed.
 
     Args:
-        comm: an mpi4py communicator.
+        comm: an mpi4py communicator; or a `GroupComm`, whose limit then holds for every later
+            transfer. Connecting has its own limit, 60 s.
         device: where the tensors of this rank live.
-        seconds: time limit of every later transfer. Connecting has its own limit, 60 s.
 
     Returns:
         A `ProcessGroupGloo` or `ProcessGroupNCCL`. Such a backend is what a torch process group
@@ -282,7 +282,7 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
     near = len(set(comm.allgather(this_machine()))) == 1
     served, problem = _tried(partial(_served, near)) if comm.rank == 0 else (None, "")
     address, problem = comm.bcast((served and served[0], problem))
-    group, limit = None, timedelta(seconds=seconds)
+    group, limit = None, getattr(comm, "limit", LIMIT)
     if not problem:
         group, problem = _tried(
             lambda: _connected(served[1] if served else _store(*address), comm, device, near, limit)

@@ -51,7 +51,7 @@ class GroupComm(Observer):
             may have it.
         rank: the caller's rank in this communicator.
         size: the number of ranks.
-        limit: longest time for one transfer.
+        limit: longest time for one transfer; also an attribute.
 
     Attributes:
         world_rank: the caller's rank in the default group of torch.distributed.
@@ -65,7 +65,7 @@ class GroupComm(Observer):
 
     def __init__(self, store: Any, name: str, rank: int, size: int, limit: timedelta) -> None:
         require_linux()
-        self._store, self._name, self._limit = store, name, limit
+        self._store, self._name, self.limit = store, name, limit
         self.rank, self.size, self._children = rank, size, itertools.count()
         self._spent = list[str]()  # names of freed counters
         self._next_look, self._asks, self._near = 0.0, True, dict[int, int]()
@@ -169,7 +169,7 @@ class GroupComm(Observer):
 
     def alone(self) -> GroupComm:
         """Return a communicator of this rank alone."""
-        return GroupComm(HashStore(), "alone", 0, 1, self._limit)
+        return GroupComm(HashStore(), "alone", 0, 1, self.limit)
 
     def abandoned(self) -> None:
         """Write in the store that this rank has left after an error.
@@ -236,7 +236,7 @@ class GroupComm(Observer):
 
     def _made(self, name: str, rank: int, size: int) -> GroupComm:
         """Return a new communicator, whose name in the store begins with this one's name."""
-        return GroupComm(self._store, f"{self._name}.{name}", rank, size, self._limit)
+        return GroupComm(self._store, f"{self._name}.{name}", rank, size, self.limit)
 
     def _message(
         self, post: Callable[..., Any], buf: Array, peer: int, tag: int, what: str

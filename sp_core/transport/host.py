@@ -146,13 +146,13 @@ class HostTransport(Transport):
 
     def _fits(self, operation: Operation) -> bool:
         """Return whether one MPI call can move this collective. All ranks get the same answer."""
-        return self._comm.size * operation.longest <= self._max_count
+        return operation.elements <= self._max_count
 
     def _run_in_chunks(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> None:
         """Run a collective by several blocking MPI calls, through temporary memory."""
-        for offset, chunk in operation.chunks(max(self._max_count // self._comm.size, 1)):
+        for offset, chunk in operation.chunks(max(self._max_count // operation.pieces, 1)):
             sent = received = None
             if send is not None:
                 sent = torch.cat(pieces(send, operation.send, offset, chunk.send))

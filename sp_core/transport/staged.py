@@ -29,11 +29,11 @@ from sp_core.transport.host import HostTransport, OverHost, beside, in_turn
 from sp_core.transport.queue import Queue, Steps, until
 
 PIECE_BYTES, MOST_BYTES = 1 << 20, 1 << 23
-"""Bytes of each rank's piece of a chunk, and the most bytes of a host buffer.
+"""The most bytes of a piece of a chunk, and of a host buffer.
 
-Each piece is one copy. The best chunk of a vector of n bytes has sqrt(n * overhead * bandwidth / 2)
-bytes, with the overhead of a chunk in seconds and the bandwidth in bytes/s. For n = 16 MiB and 25
-to 400 Gbit/s this is 0.5 to 2 MiB."""
+A host buffer holds all pieces of a chunk. Each piece is one copy. The best chunk of a vector of n
+bytes has sqrt(n * overhead * bandwidth / 2) bytes, with the overhead of a chunk in seconds and the
+bandwidth in bytes/s. For n = 16 MiB and 25 to 400 Gbit/s this is 0.5 to 2 MiB."""
 
 
 class StagedTransport(OverHost):
@@ -157,8 +157,7 @@ class PipelinedTransport(OverHost):
         chunk_bytes: int = 0,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self._host, self._streams, self._size = name, host, streams, size
-        self._poll = poll
+        self.name, self._host, self._streams, self._poll = name, host, streams, poll
         # at least one element of the widest type per piece
         self._chunk_bytes = nbytes = max(
             chunk_bytes or min(PIECE_BYTES * size, MOST_BYTES), size * 8
@@ -260,7 +259,8 @@ class PipelinedTransport(OverHost):
         """
         given = cast("Tensor", recv if send is None else send)  # every rank has one of them
         # the same on all ranks: the number of chunks must be equal
-        chunks = list(operation.chunks(self._chunk_bytes // given.itemsize // self._size))
+        nbytes = min(PIECE_BYTES, self._chunk_bytes // operation.pieces)
+        chunks = list(operation.chunks(nbytes // given.itemsize))
         self._download(0, chunks, operation, send)
         for index, (offset, chunk) in enumerate(chunks):
             # chunk index - 1 is complete, so MPI no longer reads the other send buffer
