@@ -93,7 +93,7 @@ class Communicator(NotCopied):
                 each.Free()
             raise
         self.window, why = make_window(self.transport, comm, self.device)
-        self.no_window = why or f"it was made with transport={self._asked!r}" * (not self.window)
+        self.no_window = why or ("" if self.window else f"it was made with transport={self._asked!r}")
 
     @property
     def is_made(self) -> bool:
