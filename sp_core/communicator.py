@@ -93,7 +93,8 @@ class Communicator(NotCopied):
                 each.Free()
             raise
         self.window, why = make_window(self.transport, comm, self.device)
-        self.no_window = why or ("" if self.window else f"it was made with transport={self._asked!r}")
+        asked = "" if self.window else f"it was made with transport={self._asked!r}"
+        self.no_window = why or asked
 
     @property
     def is_made(self) -> bool:
