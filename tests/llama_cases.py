@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from oracle import reference
 from oracle.strategies import seeds
-from torch import Tensor
+from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.llama import Grid, Llama, LlamaConfig
@@ -46,6 +46,17 @@ PIPELINES = {
     for size in MESHES
 }
 """The meshes with several pipeline stages, by number of ranks."""
+
+
+class Wrapped(nn.Module):
+    """A module that calls the layer inside it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *given: Any) -> Any:
+        return self.layer(*given)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llama_cases import Case
+from llama_cases import Case, Wrapped
 from test_llama_checkpoint import shared
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
@@ -66,6 +66,15 @@ def test_sequences_are_decoded_as_if_each_was_alone(comm: Any) -> None:
             decoder.prefill(old)
             found.append([decoder.decode(new) for new in (more, [[3]] * 19)])
         torch.testing.assert_close(*found)
+
+
+@spmd(1)
+def test_a_layer_inside_another_module_decodes_the_same(comm: Any) -> None:
+    with sp.Mesh(comm, tp=1) as mesh:
+        model = GREEDY.model(mesh)
+        expected = generate(model, [[1, 2]], max_tokens=5)
+        model.layers[0] = Wrapped(model.layers[0])
+        assert generate(model, [[1, 2]], max_tokens=5) == expected
 
 
 @spmd(1, 2)

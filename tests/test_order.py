@@ -188,15 +188,16 @@ def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, n
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
 
 
+@pytest.mark.parametrize("graph", [False, True])
 @spmd(1, 2)
-def test_a_backward_without_messages_needs_no_other_rank(comm: Any) -> None:
+def test_a_backward_without_messages_needs_no_other_rank(comm: Any, graph: bool) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
         x = torch.ones(2, requires_grad=True)
         whole = sp.reduce_from_group(x, comm=mesh["sp"])
         parts = sp.gather_replicated(x, comm=mesh["sp"])
         if comm.rank == 0:
-            (whole.sum() + parts.sum()).backward()
-            assert torch.equal(x.grad, torch.full((2,), 2.0)) if x.grad is not None else False
+            (grad,) = torch.autograd.grad(whole.sum() + parts.sum(), x, create_graph=graph)
+            assert torch.equal(grad, torch.full((2,), 2.0))
         sp.all_reduce(x, comm=mesh["sp"]).sum().backward()  # the ranks still number alike
 
 

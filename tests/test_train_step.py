@@ -4,6 +4,7 @@ A training that cannot be saved, or whose record fits no other, is refused on ev
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
@@ -17,7 +18,7 @@ from llama_cases import SCALINGS, Case, mesh_of
 from test_llama_checkpoint import shared
 from test_resume import Training
 from torch import Tensor
-from torch.nn import Linear, Parameter
+from torch.nn import Dropout, Linear, Parameter, Sequential
 from torch.nn.modules.module import register_module_forward_hook
 
 import sp_core as sp
@@ -45,25 +46,37 @@ def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
             backward(model, [[1, 2]], own=comm.rank == 1)
 
 
+def drop(module: Any, given: Any, out: Tensor) -> Any:
+    return torch.nn.functional.dropout(out)
+
+
+def with_dropout(model: Llama) -> Any:
+    norm = model.layers[0].get_submodule("input_layernorm")
+    model.layers[0].input_layernorm = Sequential(norm, Dropout())
+    return nullcontext()
+
+
+DRAWING: dict[str, Callable[[Llama], Any]] = {
+    "a hook on a layer": lambda model: model.layers[0].register_forward_hook(drop),
+    "a hook on a part of a layer": lambda model: model.get_submodule(
+        "layers.0.input_layernorm"
+    ).register_forward_hook(drop),
+    "a hook on all modules": lambda model: register_module_forward_hook(drop),
+    "a new part of a layer": with_dropout,
+}
+
+
 @pytest.mark.parametrize("saving", [{"recompute": True}, {"offload": True}])
-@pytest.mark.parametrize("part", ["layers.0", "layers.0.input_layernorm", ""])
+@pytest.mark.parametrize("change", DRAWING)
 @spmd(1)
-def test_a_hook_draws_its_random_numbers_again_in_the_backward(
-    comm: Any, part: str, saving: dict[str, Any]
+def test_a_layer_draws_its_random_numbers_again_in_the_backward(
+    comm: Any, change: str, saving: dict[str, Any]
 ) -> None:
-    """The hook is on a layer, on a part of it, or on all modules."""
-
-    def drop(module: Any, given: Any, out: Tensor) -> Any:
-        return torch.nn.functional.dropout(out) if type(module) in kinds else out
-
     found = []
     with sp.Mesh(comm, tp=1) as mesh:
         for how in (dict[str, Any](), saving):
             model = CASE.model(mesh)
-            hooked = model.get_submodule(part or "layers.0")
-            kinds = [type(hooked)]
-            add: Any = hooked.register_forward_hook if part else register_module_forward_hook
-            with add(drop):
+            with DRAWING[change](model):
                 torch.manual_seed(1)
                 backward(model, [[1, 2, 3, 4]], **how)
             found.append([x.grad for x in model.parameters()])

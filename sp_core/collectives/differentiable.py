@@ -46,14 +46,15 @@ class _Local:
     `gather_replicated`.
 
     Args:
-        comm: the ranks, among which `_Apply` checks before a backward that all make the same call.
-        name: names the function in the errors of that check.
+        name: names the function in the errors of `agree`.
         run: the function that is held.
+        agree: from `numbered`, in a call that all ranks make. `_Apply` calls it before a backward
+            that communicates.
     """
 
-    comm: Communicator
     name: str
     run: Callable[[Tensor], Tensor]
+    agree: Callable[..., object]
 
 
 class _Apply(EagerFunction):
@@ -72,7 +73,9 @@ class _Apply(EagerFunction):
         transpose: Map | _Local | None,
         run: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.mapping, ctx.transpose, ctx.agree = mapping, transpose, mapping.comm.numbered()
+        ctx.mapping, ctx.transpose = mapping, transpose
+        # a rank may run a `_Local` alone, so it draws no number here
+        ctx.agree = mapping.agree if isinstance(mapping, _Local) else mapping.comm.numbered()
         return run(x)
 
     @staticmethod
@@ -81,9 +84,6 @@ class _Apply(EagerFunction):
         if isinstance(transpose, Map):
             check = partial(check_gradients, transpose.comm, *grads)
             ctx.agree(f"the backward of {ctx.mapping.name}", check)
-        elif not torch.is_grad_enabled():
-            # draw no number, because other ranks need not make this backward
-            return transpose.run(grads[0]), None, None, None
         return _apply(grads[0], transpose, ctx.mapping, transpose.run), None, None, None
 
 
@@ -162,10 +162,9 @@ def _passed_on(comm: Communicator) -> _Local:
     The backward of the backward of `copy_to_group` is the same.
 
     Torch makes the gradient that a leaf gets its `.grad`, and adds to it in place. Leaves whose
-    sums were added up would share the memory of one gradient that was not copied. `_Apply` takes
-    `comm` for the check before the backward of this backward.
+    sums were added up would share the memory of one gradient that was not copied.
     """
-    return _Local(comm, "copy_to_group", Tensor.clone)
+    return _Local("copy_to_group", Tensor.clone, comm.numbered())
 
 
 def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
@@ -251,7 +250,9 @@ def gather_replicated(
     )
     assert isinstance(gather, AllGather)
     place, mine = sum(gather.sizes[: comm.rank]), gather.sizes[comm.rank]
-    own = _Local(comm, "slice", lambda whole: whole.narrow(gather.dim, place, mine).clone())
+    own = _Local(
+        "slice", lambda whole: whole.narrow(gather.dim, place, mine).clone(), comm.numbered()
+    )
     return _apply(x, gather, own, gather.run)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.llama.config import check_tokens
+from sp_core.llama.grid import Grid
 from sp_core.nn.loss import IGNORED, check_labels
 
 WHOLE = ("input_ids", "attention_mask", "position_ids", "labels")
@@ -25,12 +25,12 @@ REMEDY = "Leave them out; to generate, save the model and load it without `paral
 TAKEN = (*WHOLE, "num_items_in_batch", "return_dict", "output_hidden_states")
 
 
-def check_inputs(given: Mapping[str, Any], config: Any, comm: Communicator) -> None:
+def check_inputs(given: Mapping[str, Any], config: Any, grid: Grid) -> None:
     """Raise an error, on this rank, if a parallelized model cannot take these arguments.
 
-    `given`: the arguments of a forward by name; `comm`: the ranks that share each sequence.
+    `given`: the arguments of a forward by name; `grid`: the ranks of the model.
     """
-    unset = (None, False, 0)
+    comm, unset = grid.sequence, (None, False, 0)
     other = [
         name
         for name, x in given.items()
@@ -38,6 +38,13 @@ def check_inputs(given: Mapping[str, Any], config: Any, comm: Communicator) -> N
     ]
     if other:
         raise ValueError(f"{other} were given; a parallelized model takes {TAKEN}. {REMEDY}")
+    counted, labels = given.get("num_items_in_batch"), given.get("labels")
+    if grid.replicas.size > 1 and counted is not None and labels is None:
+        raise ValueError(
+            "num_items_in_batch was given without labels, as Trainer does with "
+            "label_smoothing_factor or compute_loss_func. It counts the labels of one replica, so "
+            "gradients would be too large. Leave these settings out, or use a mesh without 'dp'."
+        )
     tokens: Any = given.get("input_ids")
     for name in WHOLE:
         x: Any = given.get(name)

@@ -231,7 +231,7 @@ class _Parallel:
                 "a parallelized model was called inside DistributedDataParallel, which divides its "
                 "gradients. Call it without; make TrainingArguments inside `with one_process()`."
             )
-        check_inputs(given, config, self._grid.sequence)
+        check_inputs(given, config, self._grid)
 
     def _unhooked(self) -> list[tuple[str, nn.Parameter]]:
         """Return the weights that learn, with names, whose gradients do not make `_begin` run."""

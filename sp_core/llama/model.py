@@ -26,7 +26,7 @@ from sp_core.llama.grid import Grid
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
 from sp_core.mesh import Mesh
-from sp_core.nn.block import ParallelBlock
+from sp_core.nn.block import ParallelBlock, blocks_in
 from sp_core.nn.gradients import Placement, placement_of
 from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.memory import KEEP_ALL, Saving
@@ -162,8 +162,8 @@ class Llama(nn.Module):
         if torch.is_grad_enabled():
             check_hooks(self)
         for number in self.own:
-            if check := getattr(self.layers[number], "check_parts", None):  # wrappers have it, too
-                check(f"layers.{number}")
+            for block in blocks_in(self.layers[number]):
+                block.check_parts(f"layers.{number}")
         if self.is_last:
             tied = self.config.tie_word_embeddings
             name, kind = ("embed_tokens", Embedding) if tied else ("lm_head", Weight)
@@ -171,8 +171,8 @@ class Llama(nn.Module):
 
     def join_weights(self) -> None:
         """Lay out the weights for products with few tokens; `nn.parallel.join` says how."""
-        for number in self.own:
-            cast("ParallelBlock", self.layers[number]).join_weights()
+        for block in (block for number in self.own for block in blocks_in(self.layers[number])):
+            block.join_weights()
         if self.is_last and not self.config.tie_word_embeddings:
             join(self.lm_head)
 

@@ -145,3 +145,9 @@ class ParallelBlock(nn.Module):
         return pre_norm(
             x, self.input_layernorm, attention, self.post_attention_layernorm, feed_forward
         )
+
+
+def blocks_in(layer: nn.Module) -> list[ParallelBlock]:
+    """Return a layer that is a block, or the blocks inside one of another class."""
+    parts = (layer,) if isinstance(layer, ParallelBlock) else layer.modules()
+    return [part for part in parts if isinstance(part, ParallelBlock)]

@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_core import arguments
@@ -39,14 +38,13 @@ class Saving:
         """Return `layer(x, *given, chunk)`.
 
         With `recompute` or `offload` only the arguments of `layer` are saved for backward, which
-        calls `layer` again; with `offload` they are saved in host memory.
+        calls `layer` again, with the same random numbers; with `offload` they are saved in host
+        memory.
         """
         given, kind = (*given, self.chunk), x.device.type
         if not (self.offload or self.recompute):
             return layer(x, *given)
-        parts = layer.modules() if isinstance(layer, nn.Module) else ()
-        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-        again = partial(recomputed, layer, x, *given, random=hooked or _has_any_global_hook())
+        again = partial(recomputed, layer, x, *given, random=True)  # a new part may have dropout
         if not self.offload:
             return again()
         with torch.device("cpu"), save_on_cpu(kind != "cpu", kind):  # copies on the default device

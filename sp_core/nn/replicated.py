@@ -76,8 +76,8 @@ class ReplicatedLayer(nn.Module):
                 input or weights are wrong.
             ValueError: on every rank, if x was made in `torch.inference_mode()` and weights learn.
             CollectiveMismatch: on every rank, if settings of the layer, shape, dtype or
-                requires_grad of the weights, the dtype or requires_grad of x, or the sharding
-                differ between ranks.
+                requires_grad of the weights, the dtype or requires_grad of x, autocast, or the
+                sharding differ between ranks.
             TypeError: on every rank, if a sub-layer communicates, because the gradients of its
                 weights would be summed twice.
         """
@@ -112,7 +112,7 @@ class ReplicatedLayer(nn.Module):
             check_kept(x, *parameters)
             return (
                 f"{kind}({self.extra_repr()})({x.dtype}, requires_grad={x.requires_grad}{owned}): "
-                f"{describe_all(parameters, self.comm)}"
+                f"{describe_all(parameters, self.comm)}, autocast={autocast_dtype(x.device)}"
             )
 
         self.comm.agree_on(call)

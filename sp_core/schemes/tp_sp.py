@@ -157,7 +157,7 @@ class _GatherLinears(EagerFunction):
     def forward(ctx: Any, tokens: Tokens, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
         ctx.tokens, ctx.agree = tokens, tokens.comm.numbered()
         weights: Any = layers[::2]
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(*weights, x if any(ctx.needs_input_grad[2::2]) else None)
         out = tuple(
             x.new_empty(x.shape[0], sum(tokens.lengths), weight.shape[0]) for weight in weights
         )
@@ -171,10 +171,10 @@ class _GatherLinears(EagerFunction):
     def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check = partial(check_gradients, ctx.tokens.comm, *grads)
         ctx.agree("the backward of gather_linear", check)
-        x, *weights = saved
+        *weights, x = saved
         needs = ctx.needs_input_grad
         products = list(zip(grads, weights, strict=True))
-        dx = _scattered(products, ctx.tokens, x.shape[2]) if needs[1] else None
+        dx = _scattered(products, ctx.tokens, weights[0].shape[1]) if needs[1] else None
         learn, biases_learn = needs[2::2], needs[3::2]
         sums = [
             _zeros(weight) if learns else None

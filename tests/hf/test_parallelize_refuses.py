@@ -119,6 +119,11 @@ def own_forward(parallel: Any, mesh: sp.Mesh) -> None:
     parallel(**inputs())
 
 
+def uncounted(parallel: Any, mesh: sp.Mesh) -> None:
+    """Call the model as Trainer does with `label_smoothing_factor`."""
+    parallel(input_ids=inputs()["input_ids"], num_items_in_batch=5)
+
+
 def own_loss() -> Any:
     whole = qwen3()
     whole.loss_function = torch.nn.functional.cross_entropy
@@ -183,6 +188,7 @@ CASES = [
     Wrong("loss_function computes another", made=own_loss),
     Wrong("forward computes another loss", own_forward),
     Wrong("Do this before a forward", late),
+    Wrong("counts the labels of one replica", uncounted, axes={"dp": 2}),
     *(Wrong("ranks disagree", lowered, axes={axis: 2}) for axis in ("ring", "dp")),
     Wrong("output_router_logits=True", changed("output_router_logits", True)),
     Wrong("was changed to 'sdpa'", changed("_attn_implementation", "sdpa")),

@@ -6,11 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from llama_cases import Wrapped
 from refusals.calls import Table, Wrong
 from refusals.kinds import lowered, sending
 from refusals.models import CASE
 from refusals.training import HALVES, converted
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import sp_core as sp
 from sp_core.llama import Decoder, Llama, generate, prefill_unequal
@@ -89,11 +91,14 @@ def watched(model: Llama, name: str) -> None:
     model.get_submodule(name).register_forward_pre_hook(lambda part, given: None)
 
 
-def compiled(model: Llama) -> None:
-    """Register a hook on a part of a layer, and compile the layer."""
-    watched(model, "layers.1.mlp.down_proj")
-    layer: Any = torch.compile(model.layers[1], backend="eager")
-    model.layers[1] = layer
+def wrapped(wrap: Any) -> Callable[[Llama], None]:
+    """Return a change: a hook on a part of a layer, and the layer inside another module."""
+
+    def change(model: Llama) -> None:
+        watched(model, "layers.1.mlp.down_proj")
+        model.layers[1] = wrap(model.layers[1])
+
+    return change
 
 
 CALLS: dict[str, Callable[[Llama], object]] = {
@@ -211,11 +216,18 @@ ON_ONE_RANK: Table = {
             )
             for name in names
         },
-        "a compiled layer with a hook in it": (
-            TypeError,
-            "layers.1.mlp.down_proj has hooks",
-            converted(CALLS["call"], compiled),
-        ),
+        **{
+            f"a {how} layer with a hook in it": (
+                TypeError,
+                "layers.1.mlp.down_proj has hooks",
+                converted(CALLS["call"], wrapped(wrap)),
+            )
+            for how, wrap in (
+                ("compiled", partial(torch.compile, backend="eager")),
+                ("recomputed", checkpoint_wrapper),
+                ("wrapped", Wrapped),
+            )
+        },
         "another decoder": (
             sp.CollectiveMismatch,
             "decode([[3]]) after [1]",

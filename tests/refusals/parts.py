@@ -125,6 +125,11 @@ def laid_out(kind: Any, mesh: sp.Mesh, here: bool) -> object:
     return kind.from_linear(nn.Linear(4, 6), comm=comm_of(mesh), sharding=sharding)
 
 
+def whole_weights(kind: Any, mesh: sp.Mesh, here: bool) -> object:
+    """Call a layer whose weights every rank holds whole."""
+    return kind(4, comm=comm_of(mesh))(torch.ones(1, 2, 4))
+
+
 ON_ONE_RANK: Table = {
     "ring": {
         **{
@@ -177,6 +182,14 @@ ON_ONE_RANK: Table = {
                 lowered(changed(kind, lambda layer: layer, called)),
             )
             for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear)
+        },
+        **{
+            f"another autocast of a {kind.__name__}": (
+                MISMATCH,
+                "autocast=",
+                lowered(partial(whole_weights, kind)),
+            )
+            for kind in (sp.FeedForward, sp.LayerNorm, sp.RMSNorm)
         },
         "a part of a layer that communicates": (
             TypeError,
