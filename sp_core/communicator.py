@@ -93,8 +93,8 @@ class Communicator(NotCopied):
                 each.Free()
             raise
         self.window, why = make_window(self.transport, comm, self.device)
-        asked = "" if self.window else f"it was made with transport={self._asked!r}"
-        self.no_window = why or asked
+        without = "" if self.window else f"it was made with transport={self._asked!r}"
+        self.no_window = why or without
 
     @property
     def is_made(self) -> bool:
@@ -251,11 +251,9 @@ class Communicator(NotCopied):
             value, text = (check() if check else None) or 0, call() if asks else ""
         except Exception as found:  # noqa: BLE001  # the other ranks must not wait for this one
             error = found
-        if asks:
-            return self._agree(text, value, error)
-        if error is not None:
+        if error is not None and not asks:
             raise error
-        return ()
+        return self._agree(text, value, error) if asks else ()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
