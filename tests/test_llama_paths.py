@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from llama_cases import SCALINGS, mesh_of
 from safetensors.torch import save_file
 from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
+from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.prune import l1_unstructured
 
 import sp_core as sp
 from sp_core.llama import Checkpoint, LlamaConfig, checkpoint, create, load, save
@@ -165,6 +168,35 @@ def test_a_head_beside_a_tied_embedding_must_equal_it(
             text = "lm_head.weight differs from model.embed_tokens.weight"
             with pytest.raises(sp.CheckpointError, match=text) if refused else nullcontext():
                 load(folder, made, dtype=torch.float32)
+
+
+CHANGED: dict[str, Callable[[Any], object]] = {
+    "down_proj.weight_orig": lambda model: l1_unstructured(
+        model.layers[0].mlp["down_proj"], "weight", 0.3
+    ),
+    "embed_tokens.parametrizations": lambda model: register_parametrization(
+        model.embed_tokens, "weight", torch.nn.Identity()
+    ),
+    "model.layers.0.inp": lambda model: model.layers.__delitem__(0),
+    "norm.bias": lambda model: setattr(model.norm, "bias", torch.nn.Parameter(torch.ones(10))),
+}
+"""By a part of the error: a change of a model after which it is no LLaMA."""
+
+
+@pytest.mark.parametrize("what", CHANGED)
+@spmd(1, 2)
+def test_a_model_with_other_weights_than_its_configuration_says_is_not_saved(
+    comm: Any, what: str, tmp_path: Path
+) -> None:
+    """Only the last rank's model was changed."""
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        model = CASE.model(mesh)
+        if comm.rank == comm.size - 1:
+            CHANGED[what](model)
+        with pytest.raises(sp.CheckpointError, match=f"{what}.*prune.remove"):
+            save(model, folder / "model")
+    assert not [*folder.iterdir()]
 
 
 def filled(comm: Any, tmp_path: Path) -> Path:
