@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 import torch
 from llama_cases import SCALINGS, mesh_of
 from safetensors.torch import save_file
-from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
+from test_llama_checkpoint import CASE, FIRST, INDEX, contents, drop, saved, shared
 from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.prune import l1_unstructured
 
@@ -73,6 +73,14 @@ def test_a_folder_without_a_usable_name_is_refused(read: Any) -> None:
         read(None)
     with pytest.raises(sp.CheckpointError, match=r"File name too long|has neither"):
         read("n" * 300)
+
+
+@spmd(1)
+def test_weights_that_may_not_be_read_are_not_called_broken(comm: Any, tmp_path: Path) -> None:
+    """A folder cannot be opened as a file by any user, not even by root."""
+    folder = saved(comm, tmp_path, lambda f: [drop(FIRST)(f), (f / FIRST).mkdir()])
+    with pytest.raises(sp.CheckpointError, match=f"{FIRST} cannot be read: .*Is a directory"):
+        Checkpoint(folder)
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ENOENT, errno.ENOTDIR])
@@ -295,6 +303,22 @@ def test_an_empty_folder_stays_when_a_model_is_saved_in_it(comm: Any, tmp_path: 
         gone.rmdir()
         save(model, new / "model")
     assert contents(new / "model") == contents(target)
+
+
+@pytest.fixture(params=[0o027, 0o077])
+def mode(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Set a umask. Return the mode that it leaves to new files."""
+    old = os.umask(request.param)
+    yield 0o666 & ~request.param
+    os.umask(old)
+
+
+@spmd(1)
+def test_the_umask_says_who_may_read_a_saved_model(comm: Any, mode: int, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        save(create(CASE.config, mesh), folder / "model")
+    assert {path.stat().st_mode & 0o777 for path in (folder / "model").iterdir()} == {mode}
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +149,9 @@ def _opened(path: Path, number: int) -> Any:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing, of {number} in {INDEX}. Copy it too.") from error
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Let this user read it.") from error
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
 
 
@@ -372,6 +375,9 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})  # transformers asks for this entry
     except SafetensorError as error:  # how the library reports a full disk
         raise OSError(str(error)) from error
+    # the library lets only the owner read the file (its issue 782); the umask made the folder
+    with suppress(OSError):  # some file systems keep no modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> None:
