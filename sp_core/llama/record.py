@@ -76,11 +76,16 @@ def record_of(
     for x in chain.from_iterable(held.values() for held in optimizer.state.values()):
         if not all(isinstance(key, str) and key for key in _keys(x)):
             refuse(record, x)
+    _check_numbered(record)
+    return record
+
+
+def _check_numbered(record: dict[str, Any]) -> None:
+    """Raise CheckpointError for a key of a group or a schedule that `keyed` would not restore."""
     parts = *record["groups"], record["schedule"] or {}
     for x in chain.from_iterable(part.values() for part in parts):
         if [*_keys(_numbered(json.dumps(x, skipkeys=True, default=repr)))] != [*_keys(x)]:
             refuse(record, x)
-    return record
 
 
 def _kinds(scheduler: object) -> Any:
