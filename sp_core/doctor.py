@@ -12,7 +12,6 @@ import importlib
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import shorten
@@ -26,7 +25,7 @@ from sp_core.errors import CollectiveMismatch, DeviceError, RankError
 from sp_core.findings import Finding, of_all, report
 from sp_core.launch.bounded import bounded, last_line, launch_problem
 from sp_core.launch.command import find_mpiexec
-from sp_core.machine import cores, cpu_model, in_job, loaded_library, started_tasks
+from sp_core.machine import cores, cpu_model, in_job, loaded_library, python, started_tasks
 from sp_core.mesh import Mesh, named_transport, read_nodes
 from sp_core.programs import defaults
 from sp_core.transport import NAMES, Intracomm, count_devices
@@ -116,7 +115,7 @@ def _mpi_problem() -> Finding | None:
     process.
     """
     try:
-        code, output = _imported() if in_job() else bounded([sys.executable, "-c", IMPORT])
+        code, output = _imported() if in_job() else bounded([*python(), "-c", IMPORT])
     except OSError as error:
         text = f"no file for temporary data can be made: {error.strerror}"
         return Finding("MPI", "broken", text, "set TMPDIR to a folder that can be written")
@@ -300,7 +299,7 @@ def _mpiexec(*, measure: bool) -> Finding:
         program = find_mpiexec()
     except FileNotFoundError:
         return Finding("mpiexec", "broken", "not found", GET_MPI)
-    ranks = [program, "-n", "2", sys.executable]
+    ranks = [program, "-n", "2", *python()]
     code, output = bounded([*ranks, "-c", PROBE])
     if code == 0 and output.count("ranks: 2") == 2:
         if measure:

@@ -39,7 +39,7 @@ from sp_core.llama.text import (
     read_text,
     read_tokenizer,
 )
-from sp_core.machine import home_or, in_job, temporary_folder
+from sp_core.machine import home_or, in_job, python, temporary_folder
 from sp_core.mesh import Mesh
 from sp_core.programs import defaults
 
@@ -192,7 +192,7 @@ def main(
     try:
         with temporary_folder() as folder:
             given = ["--input", str(_kept(text, folder))] if spooled else []
-            words = [sys.executable, "-m", "sp_core", *arguments[:1], *given, *arguments[1:]]
+            words = [*python(), "-m", "sp_core", *arguments[:1], *given, *arguments[1:]]
             mpi_args = command.streaming()  # show each token when it is ready, not each line
             return command.run(ranks, words, timeout=options.timeout, mpi_args=mpi_args)
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CGROUPS, _CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -83,6 +83,17 @@ def node_number() -> int:
     """Return a number below 2^48 that identifies this node: a hash of host name and boot id."""
     name = f"{node_name()} {_text(_BOOT)}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
+
+
+def python() -> list[str]:
+    """Return the words that start this Python, with the modules that this process would import.
+
+    The options -c and -m would put the working directory first. It may be a downloaded folder.
+    """
+    first = {""}
+    with suppress(OSError):  # the directory was deleted
+        first.add(str(Path.cwd()))
+    return [sys.executable, *([] if sys.path[0] in first else ["-P"])]
 
 
 def home_or(other: str) -> str:

@@ -16,6 +16,7 @@ from mpi4py import MPI
 from sp_core import doctor
 from sp_core.errors import CollectiveMismatch, DeviceError
 from sp_core.findings import Finding
+from sp_core.machine import python
 from sp_core.transport import NAMES
 from sp_core.tuning import FileError
 
@@ -66,7 +67,7 @@ def starting(
     two: tuple[int | None, str], three: str = "", measured: tuple[int, str] | None = None
 ) -> dict[str, Any]:
     """Return replacements for mpiexec: its answers to two ranks, to three, and to a measurement."""
-    start = (MPIEXEC, "-n", "2", sys.executable)
+    start = (MPIEXEC, "-n", "2", *python())
     answers = {
         (*start, "-c", doctor.PROBE): two,
         (*start, "-m", "mpi4py", "-c", doctor.MEASURE): measured,
@@ -236,13 +237,13 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ("mpiexec", "note", "not tried: there is no MPI to try it with"),
     ),
     (
-        LONE | {"sys.executable": "/none/python", "shutil.which": lambda _: None},
+        LONE | {"find_mpiexec": Mock(side_effect=FileNotFoundError)},
         launched,
         ("mpiexec", "broken", "not found", doctor.GET_MPI),
     ),
     (
         LONE
-        | {"sys.executable": "/none/python", "shutil.which": lambda name: f"/bin/{name}"}
+        | {"find_mpiexec": lambda: "/bin/mpiexec"}
         | {"bounded": lambda command: (3, command[0])},
         launched,
         ("mpiexec", "broken", "/bin/mpiexec: exit code 3: /bin/mpiexec", HOSTNAME),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from llama_cases import Case
-from studies.commands import ROOT, outside, printed
+from studies.commands import outside, printed
 from test_llama_checkpoint import written
 
 from sp_core.__main__ import main
@@ -115,14 +115,18 @@ TWO = ("--tp", "2", "--tp-sp", "--algorithm", "all_reduce=ring,all_gather=bruck"
 def test_another_process_writes_what_this_one_writes(
     folder: Path, ways: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A character that the output cannot show is escaped."""
+    """A character that the output cannot show is escaped.
+
+    The working directory is the model's folder, whose Python files are not run.
+    """
+    (folder / "tokenizers.py").write_text("raise RuntimeError")
     drawn = ("--temperature", "1", "--top-k", "50", "--top-p", "0.9", "--seed", "5")
     words = command("generate", folder, "--max-tokens", "12", *drawn)
     assert main(words[3:]) == 0
     text = capfd.readouterr().out.encode("ascii", "backslashreplace").decode()
     assert "\\" in text
     ascii_only = outside(PYTHONIOENCODING="ascii")
-    code, found = printed([*words, *ways], ROOT, ascii_only, 120)
+    code, found = printed([words[0], "-P", *words[1:], *ways], folder, ascii_only, 120)
     assert (code, found) == (0, re.sub("\r\n?", "\n", text))  # `printed` turns line ends into \n
 
 

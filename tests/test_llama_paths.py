@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ import pytest
 import torch
 from llama_cases import SCALINGS, mesh_of
 from safetensors.torch import save_file
-from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
+from test_llama_checkpoint import CASE, FIRST, INDEX, contents, saved, shared
+from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.prune import l1_unstructured
 
 import sp_core as sp
 from sp_core.llama import Checkpoint, LlamaConfig, checkpoint, create, load, save
@@ -70,6 +73,19 @@ def test_a_folder_without_a_usable_name_is_refused(read: Any) -> None:
         read(None)
     with pytest.raises(sp.CheckpointError, match=r"File name too long|has neither"):
         read("n" * 300)
+
+
+def unfiled(folder: Path) -> None:
+    (folder / FIRST).unlink()
+    (folder / FIRST).mkdir()
+
+
+@spmd(1)
+def test_weights_that_may_not_be_read_are_not_called_broken(comm: Any, tmp_path: Path) -> None:
+    """A folder cannot be opened as a file by any user, not even by root."""
+    folder = saved(comm, tmp_path, unfiled)
+    with pytest.raises(sp.CheckpointError, match=f"{FIRST} cannot be read: .*Is a directory"):
+        Checkpoint(folder)
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ENOENT, errno.ENOTDIR])
@@ -165,6 +181,35 @@ def test_a_head_beside_a_tied_embedding_must_equal_it(
             text = "lm_head.weight differs from model.embed_tokens.weight"
             with pytest.raises(sp.CheckpointError, match=text) if refused else nullcontext():
                 load(folder, made, dtype=torch.float32)
+
+
+CHANGED: dict[str, Callable[[Any], object]] = {
+    "down_proj.weight_orig": lambda model: l1_unstructured(
+        model.layers[0].mlp["down_proj"], "weight", 0.3
+    ),
+    "embed_tokens.parametrizations": lambda model: register_parametrization(
+        model.embed_tokens, "weight", torch.nn.Identity()
+    ),
+    "model.layers.0.inp": lambda model: model.layers.__delitem__(0),
+    "norm.bias": lambda model: setattr(model.norm, "bias", torch.nn.Parameter(torch.ones(10))),
+}
+"""By a part of the error: a change of a model after which it is no LLaMA."""
+
+
+@pytest.mark.parametrize("what", CHANGED)
+@spmd(1, 2)
+def test_a_model_with_other_weights_than_its_configuration_says_is_not_saved(
+    comm: Any, what: str, tmp_path: Path
+) -> None:
+    """Only the last rank's model was changed."""
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        model = CASE.model(mesh)
+        if comm.rank == comm.size - 1:
+            CHANGED[what](model)
+        with pytest.raises(sp.CheckpointError, match=f"{what}.*prune.remove"):
+            save(model, folder / "model")
+    assert not [*folder.iterdir()]
 
 
 def filled(comm: Any, tmp_path: Path) -> Path:
@@ -263,6 +308,22 @@ def test_an_empty_folder_stays_when_a_model_is_saved_in_it(comm: Any, tmp_path: 
         gone.rmdir()
         save(model, new / "model")
     assert contents(new / "model") == contents(target)
+
+
+@pytest.fixture(params=[0o027, 0o077])
+def mode(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Set a umask. Return the mode that it leaves to new files."""
+    old = os.umask(request.param)
+    yield 0o666 & ~request.param
+    os.umask(old)
+
+
+@spmd(1)
+def test_the_umask_says_who_may_read_a_saved_model(comm: Any, mode: int, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        save(create(CASE.config, mesh), folder / "model")
+    assert {path.stat().st_mode & 0o777 for path in (folder / "model").iterdir()} == {mode}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,19 @@ def test_a_program_whose_wait_is_interrupted_is_ended(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         bounded(["sleep", "60"])
     assert [each.returncode for each in started] == [-9]
+
+
+def test_a_child_imports_from_the_working_directory_only_if_this_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked in a directory that is there, and in one that was deleted."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    for first, flags in (("", []), (str(gone), []), (str(tmp_path), ["-P"])):
+        monkeypatch.setattr(sys, "path", [first, *sys.path])
+        assert machine.python() == [sys.executable, *flags]
+    gone.rmdir()
+    assert machine.python() == [sys.executable, "-P"]
 
 
 TWO = "two ranks did not start within 60 s"

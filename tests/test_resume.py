@@ -37,9 +37,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "NAdam": partial(torch.optim.NAdam, lr=0.01),
 }
 SCHEDULES = torch.optim.lr_scheduler
+FLOATS: Any = [1.0, 3.0, 4.0]
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "none": lambda optimizer: None,
     "milestones": partial(SCHEDULES.MultiStepLR, milestones=[1, 3, 4]),
+    "milestones that are floats": partial(SCHEDULES.MultiStepLR, milestones=FLOATS),
     "warm-up, then milestones": lambda optimizer: SCHEDULES.SequentialLR(
         optimizer,
         [SCHEDULES.LinearLR(optimizer, 0.1, 1.0, 2), SCHEDULES.MultiStepLR(optimizer, [1, 3])],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
+import numpy as np
 import pytest
 import torch
 from llama_cases import SCALINGS, Case, mesh_of
@@ -329,6 +330,10 @@ def with_state(**values: object) -> Callable[[Training], object]:
     return lambda x: x.optimizer.state[next(x.model.parameters())].update(values)
 
 
+def with_milestones(key: Any) -> Callable[[Training], object]:
+    return lambda x: setattr(x, "scheduler", SCHEDULES.MultiStepLR(x.optimizer, [1, key, 2]))
+
+
 OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], object]]] = {
     "parameters that are not the model's": (
         sp.CheckpointError,
@@ -354,6 +359,14 @@ OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], object]]] = {
             with_state(own=[{key: 1}]),
         )
         for key in (0, "")
+    },
+    **{
+        f"milestones with the key {key!r}": (
+            sp.CheckpointError,
+            r"milestones of .* is Counter.*may be Python's numbers",
+            with_milestones(key),
+        )
+        for key in (np.int64(3), "10", None)
     },
     "a step below 0": (
         ValueError,

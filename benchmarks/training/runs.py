@@ -25,7 +25,7 @@ import sp_core as sp
 from benchmarks.corpus import source_bytes
 from benchmarks.worker import Rank
 from sp_core.llama import Llama, LlamaConfig, create, load, model as models, save, train
-from sp_core.llama.model import checkpoint_name
+from sp_core.llama.names import checkpoint_name
 from sp_core.llama.train import Layout, Step, backward, train_step
 from sp_core.nn import gradients as of_weights, loss
 from sp_core.nn.gradients import clip_gradient_norm, placement_of

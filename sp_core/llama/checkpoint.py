@@ -12,6 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ from sp_core.collectives.api import all_gather
 from sp_core.errors import CheckpointError
 from sp_core.llama.config import LlamaConfig, is_there, read_json
 from sp_core.llama.grid import Grid, check_unstaged
-from sp_core.llama.model import Llama, check_model, checkpoint_name
+from sp_core.llama.model import Llama, check_model
+from sp_core.llama.names import HEAD, UNUSED, check_names, checkpoint_name
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement, placement_of
 from sp_core.segments import grouped
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX, STATE = "model.safetensors", "model.safetensors.index.json", "optimizer"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_HEAD = "lm_head.weight"
-_UNUSED = (".rotary_emb.inv_freq",)  # older files hold these; they follow from the configuration
+_REMEDY = (
+    "Put back what was removed. Call prune.remove for pruned parts, and "
+    "parametrize.remove_parametrizations for parametrized ones (both of torch.nn.utils)."
+)
 
 Parts = dict[str, tuple[Tensor, Placement]]
 """For each tensor, by name: this rank's part, and the placement of all parts on the ranks."""
@@ -145,7 +149,9 @@ def _opened(path: Path, number: int) -> Any:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing, of {number} in {INDEX}. Copy it too.") from error
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Let this user read it.") from error
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
 
 
@@ -192,15 +198,15 @@ def load(
                 f"{folder} are those of {len(layers)}. They belong to different models."
             )
         model = Llama(config, grid, dtype=_dtype(checkpoint, dtype), tp_sp=tp_sp)
-        check_names(checkpoint, model)
+        check_names(checkpoint.names, config, folder, "Take weights and config.json of one model.")
         read = partial(checkpoint.read, rank=grid.tensor.rank)
         model.fill(read)
         x = dict(model.named_parameters()).get("embed_tokens.weight")
-        has_two = config.tie_word_embeddings and _HEAD in checkpoint.names
-        if x is not None and has_two and not torch.equal(read(_HEAD, placement_of(x)).to(x), x):
+        has_two = config.tie_word_embeddings and HEAD in checkpoint.names
+        if x is not None and has_two and not torch.equal(read(HEAD, placement_of(x)).to(x), x):
             raise CheckpointError(
-                f"{_HEAD} differs from model.embed_tokens.weight, but config.json says "
-                f"tie_word_embeddings=true. Say false there, or delete {_HEAD} from the files."
+                f"{HEAD} differs from model.embed_tokens.weight, but config.json says "
+                f"tie_word_embeddings=true. Say false there, or delete {HEAD} from the files."
             )
         return model, f"load({config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
 
@@ -209,7 +215,7 @@ def load(
 
 def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
     """Return `asked`, or if None the dtype of all tensors; raise an error if they differ."""
-    dtypes = {checkpoint.dtype(name) for name in checkpoint.names if not name.endswith(_UNUSED)}
+    dtypes = {checkpoint.dtype(name) for name in checkpoint.names if not name.endswith(UNUSED)}
     if asked is None and len(dtypes) != 1:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise CheckpointError(
@@ -217,21 +223,6 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
             "Say in which one to compute (dtype= of load, --dtype of sp-core)."
         )
     return asked or dtypes.pop()
-
-
-def check_names(checkpoint: Checkpoint, model: Llama) -> None:
-    """Raise CheckpointError if the files lack a tensor of the model, or have unknown tensors."""
-    weights = [name for name, _ in model.layers[next(iter(model.own))].named_parameters()]
-    own = [f"layers.{n}.{name}" for n in range(model.config.num_hidden_layers) for name in weights]
-    own += ["embed_tokens.weight", "norm.weight", *[_HEAD] * (not model.config.tie_word_embeddings)]
-    expected, names = set(map(checkpoint_name, own)), set(checkpoint.names)
-    missing = sorted(expected - names)
-    extra = sorted(x for x in names - expected - {_HEAD} if not x.endswith(_UNUSED))
-    if missing or extra:
-        raise CheckpointError(
-            f"of the tensors of a model with its config.json {len(missing)} are missing from "
-            f"{checkpoint.folder}, {missing[:3]}; {len(extra)} more are there, {extra[:3]}."
-        )
 
 
 def save(
@@ -262,7 +253,8 @@ def save(
 
     Raises:
         CheckpointError: `folder` exists and is not empty, or cannot be written; max_file_bytes is
-            less than 1; or the layers are split over stages.
+            less than 1; the layers are split over stages; or parts were removed, pruned or
+            parametrized.
         CollectiveMismatch: ranks with different folders or max_file_bytes. Both on every rank.
     """
 
@@ -282,6 +274,10 @@ def write(
 
     def call() -> str:
         check_unstaged(model.grid)
+        names = [
+            checkpoint_name(name) for name, _ in model.named_parameters(remove_duplicate=False)
+        ]
+        check_names(names, model.config, "the model", _REMEDY)
         arguments.check(folder=folder, max_file_bytes=max_file_bytes)
         if max_file_bytes is not None and max_file_bytes < 1:
             given = f"max_file_bytes={max_file_bytes} was given"
@@ -379,6 +375,9 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})  # transformers asks for this entry
     except SafetensorError as error:  # how the library reports a full disk
         raise OSError(str(error)) from error
+    # the library lets only the owner read the file (its issue 782); the umask made the folder
+    with suppress(OSError):  # some file systems keep no modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> None:

@@ -23,6 +23,7 @@ from sp_core.collectives.differentiable import copy_to_group
 from sp_core.errors import DtypeError
 from sp_core.llama.config import LlamaConfig, check_ranks, check_tokens
 from sp_core.llama.grid import Grid
+from sp_core.llama.names import checkpoint_name
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
 from sp_core.mesh import Mesh
@@ -319,12 +320,6 @@ class Llama(nn.Module):
 def check_model(model: object) -> None:
     """Raise TypeError, on this rank only, if an object is no `Llama`."""
     arguments.check_type("model", model, Llama, "Make one with load or create.")
-
-
-def checkpoint_name(name: str) -> str:
-    """Return the name that the parameter `name` of a `Llama` has in a Hugging Face checkpoint."""
-    name = ".".join(part for part in name.split(".") if part[0] != "_")  # as torch.compile adds
-    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:

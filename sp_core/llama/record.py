@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import copy
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -75,7 +76,16 @@ def record_of(
     for x in chain.from_iterable(held.values() for held in optimizer.state.values()):
         if not all(isinstance(key, str) and key for key in _keys(x)):
             refuse(record, x)
+    _check_numbered(record)
     return record
+
+
+def _check_numbered(record: dict[str, Any]) -> None:
+    """Raise CheckpointError for a key of a group or a schedule that `keyed` would not restore."""
+    parts = *record["groups"], record["schedule"] or {}
+    for x in chain.from_iterable(part.values() for part in parts):
+        if [*_keys(_numbered(json.dumps(x, skipkeys=True, default=repr)))] != [*_keys(x)]:
+            refuse(record, x)
 
 
 def _kinds(scheduler: object) -> Any:
@@ -300,16 +310,25 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def keyed(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record in which numbers that are keys of a schedule or a group are ints.
+    """Return a record in which keys of a schedule or a group are numbers if they were numbers.
 
     Such keys are milestones. JSON has made texts of them.
     """
+    parts = {name: _numbered(json.dumps(record[name])) for name in ("groups", "schedule")}
+    return record | parts
 
-    def ints(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
-        return {int(key) if key.isdecimal() else key: value for key, value in pairs}
 
-    parts = {name: json.dumps(record[name]) for name in ("groups", "schedule")}
-    return record | {name: json.loads(x, object_pairs_hook=ints) for name, x in parts.items()}
+def _numbered(text: str) -> Any:
+    """Return the value of a JSON text, with each key that is the text of a number as a number."""
+    return json.loads(text, object_pairs_hook=lambda pairs: {_key(key): x for key, x in pairs})
+
+
+def _key(text: str) -> Any:
+    """Return an int or a float if that is what JSON reads in a text, else the text."""
+    with suppress(ValueError):
+        if type(number := json.loads(text)) in (int, float):
+            return number
+    return text
 
 
 def restored(value: Any, like: Any) -> Any:
@@ -339,6 +358,7 @@ def refuse(record: dict[str, Any], x: object) -> None:
     raise CheckpointError(
         f"{(*names, 'an entry')[0]} of the optimizer or the scheduler is {what}. Saved are "
         "numbers, texts, lists, dicts with texts as keys (none empty), and floating tensors of "
-        "the shape of their parameter. Make it one of these, such as float(lr), or use an "
-        "optimizer without it, such as AdamW."
+        "the shape of their parameter. Keys of a scheduler may be Python's numbers, but no texts "
+        "of numbers. Make it one of these, such as float(lr), or use an optimizer without it, such "
+        "as AdamW."
     )

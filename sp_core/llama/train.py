@@ -303,7 +303,8 @@ def save_training(
             numbers, texts, lists, dicts with texts as keys, tensors of no dims, and floating-point
             tensors of the shape of the parameter. Dtypes are kept.
         step: how many steps were done; `load_training` returns this number.
-        scheduler: the scheduler of the learning rate, if there is one.
+        scheduler: the scheduler of the learning rate, if there is one. Keys in its state, such as
+            milestones, are Python's numbers or texts, but no texts of numbers.
         generator: the `torch.Generator` that shuffles the data, if there is one, in the same state
             on every rank. The state of torch's default generator is not written, and not needed:
             `dropout` takes a seed.

@@ -9,7 +9,6 @@ process at the first access. So `no_device_memory` first tries the library in a 
 import ctypes
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from sp_core.errors import DeviceError
 from sp_core.launch.bounded import bounded, last_line
+from sp_core.machine import python
 from sp_core.programs import Operation
 from sp_core.transport.base import Done, Handle, Intracomm, ordered
 from sp_core.transport.host import HostTransport, as_numpy
@@ -110,7 +110,7 @@ def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_S
         seconds: time limit. A child that runs longer is ended, and counts as failed.
     """
     code, output = bounded(
-        [sys.executable, "-c", program, device], seconds=seconds, env=outside_of_job(os.environ)
+        [*python(), "-c", program, device], seconds=seconds, env=outside_of_job(os.environ)
     )
     if code == 0:
         return ""

@@ -35,7 +35,7 @@ from domains.models import (
 )
 from domains.situations import on_mesh
 from sp_core.llama import Checkpoint, Grid, Llama, LlamaConfig, byte_tokenizer, create, load, save
-from sp_core.llama.model import checkpoint_name
+from sp_core.llama.names import checkpoint_name
 from sp_core.nn.gradients import Placement, placement_of
 from sp_core.schemes import SCHEMES as SCHEMES_BY_NAME
 from sp_core.testing import run_threads

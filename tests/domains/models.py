@@ -26,7 +26,7 @@ from domains.declared import Call, Parts, Subject, Values, near, normal, spans, 
 from domains.layers import sharding_of
 from domains.masks import documents
 from sp_core.llama import Grid, Llama
-from sp_core.llama.model import checkpoint_name
+from sp_core.llama.names import checkpoint_name
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import placement_of, reduce_gradients
 from sp_core.testing.tolerance import bound

@@ -1,0 +1,37 @@
+"""Name the weights of a `Llama` as in a Hugging Face checkpoint, and check that all are there."""
+
+from collections.abc import Iterable
+
+from sp_core.errors import CheckpointError
+from sp_core.llama.config import LlamaConfig
+
+HEAD = "lm_head.weight"
+UNUSED = (".rotary_emb.inv_freq",)  # older files hold these; they follow from the configuration
+_LAYER = (
+    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    *("input_layernorm", "post_attention_layernorm"),
+)
+
+
+def checkpoint_name(name: str) -> str:
+    """Return the name that the parameter `name` of a `Llama` has in a Hugging Face checkpoint."""
+    name = ".".join(part for part in name.split(".") if part[0] != "_")  # as torch.compile adds
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def check_names(names: Iterable[str], config: LlamaConfig, where: object, remedy: str) -> None:
+    """Raise CheckpointError if `names` lack a tensor of a model, or have an unknown one.
+
+    `where` says in the error what has these names, and `remedy` what to do.
+    """
+    parts = [f"layers.{n}.{part}" for n in range(config.num_hidden_layers) for part in _LAYER]
+    expected = {f"model.{part}.weight" for part in ("embed_tokens", "norm", *parts)}
+    expected |= set() if config.tie_word_embeddings else {HEAD}
+    missing = sorted(expected.difference(names))
+    extra = sorted(x for x in {*names} - expected - {HEAD} if not x.endswith(UNUSED))
+    if missing or extra:
+        raise CheckpointError(
+            f"of the tensors of a model with its config.json {len(missing)} are missing from "
+            f"{where}, {missing[:3]}; {len(extra)} more are there, {extra[:3]}. {remedy}"
+        )
