@@ -59,9 +59,6 @@ def with_dropout(model: Llama) -> Any:
 
 DRAWING: dict[str, Callable[[Llama], Any]] = {
     "a hook on a layer": lambda model: model.layers[0].register_forward_hook(drop),
-    "a hook on a part of a layer": lambda model: model.get_submodule(
-        "layers.0.input_layernorm"
-    ).register_forward_hook(drop),
     "a hook on all modules": lambda model: register_module_forward_hook(drop),
     "a new part of a layer": with_dropout,
 }
