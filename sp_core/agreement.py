@@ -142,10 +142,11 @@ class Control:
 
     Args:
         comm: an mpi4py communicator, used only for agreements.
-        other: another `Control` of `comm`, whose `open` this one shares; or None.
+        other: another `Control` of `comm`, whose `open` and `behind` this one shares; or None.
 
     Attributes:
         open: a list of the agreement that waits, or that an error has interrupted; else [].
+        behind: the last agreements of `comm` that were made while another one was open.
         last: a list of the last agreement, in which this rank frees or leaves; [] before.
         lost: makes again the error by which this rank learned that others leave; None before.
     """
@@ -153,6 +154,7 @@ class Control:
     def __init__(self, comm: Intracomm, other: Control | None = None) -> None:
         self.comm, self.last = comm, list[Question]()
         self.open: list[Question] = other.open if other else []
+        self.behind: list[Question] = other.behind if other else []
         self.lost: Callable[[], RankError] | None = None
 
     def ensure_whole(self) -> None:
@@ -213,7 +215,10 @@ class Question:
         self._mine, self._sum = words.astype(np.int64), np.empty(words.size, np.int64)
         self._record = np.frombuffer(_RECORD.pack(state, digest, value, beginning), np.int64)
         self._records: np.ndarray[Any, np.dtype[np.int64]] | None = None
-        self.requests, self._before, self._state = list[Any](), [*control.open], state
+        self.requests, self._state = list[Any](), state
+        self._before = [*control.open, *control.behind]
+        if self._before:  # then later ones come after this one, as on the other ranks
+            control.behind.append(self)
         self._begun()
 
     def _begun(self) -> bool:

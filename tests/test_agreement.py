@@ -216,6 +216,23 @@ def test_an_agreement_that_an_error_interrupts_goes_on(
     run_threads(3, body, timeout=10)
 
 
+def test_last_agreements_behind_an_open_one_begin_in_the_order_in_which_they_were_made() -> None:
+    """Each rank tests them at its own times, and MPI matches them in the order of their begin."""
+
+    def body(comm: Any) -> None:
+        one, interrupted = agreement.Control(comm), Mock(**{"test.return_value": False})
+        one.open.append(interrupted)
+        controls = one, agreement.Control(comm, one)
+        first, second = (
+            x for control in controls for x in control.leave("", agreement.State.FREES)
+        )
+        interrupted.test.return_value = True
+        assert not first.requests
+        assert second.test() == bool(first.requests) == first.test()
+
+    run_threads(1, body)
+
+
 @spmd(1, 2, 3)
 def test_control_bytes_are_counted(comm: Any) -> None:
     """An agreement sends a digest of 32 bytes, and 64 bytes to each other rank if values differ."""
