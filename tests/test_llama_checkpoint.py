@@ -236,11 +236,11 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         ),
     ),
     "a missing tensor": (
-        rf"1 are missing .*\['{NORM}'\]",
+        rf"lacks 1 of .*\['{NORM}'\]",
         lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop(NORM)),
     ),
     "a missing head": (
-        r"1 are missing .*\['lm_head.weight'\]",
+        r"lacks 1 of .*\['lm_head.weight'\]",
         lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop("lm_head.weight")),
     ),
     "no weights": ("has neither", lambda f: [drop(name)(f) for name in (INDEX, FIRST, SECOND)]),
@@ -256,7 +256,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a quantized tensor": ("dtype I8", with_tensor(NORM, torch.ones(10, dtype=torch.int8))),
     "two dtypes": ("float64. Say in which .*--dtype of sp", with_tensor(NORM, torch.ones(10))),
     "a tensor too many": (
-        "1 more are there, .*q_proj.bias",
+        "has 1 others, .*q_proj.bias",
         with_tensor("model.layers.0.self_attn.q_proj.bias", torch.ones(24).double()),
     ),
 }

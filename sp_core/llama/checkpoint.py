@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 SINGLE, INDEX, STATE = "model.safetensors", "model.safetensors.index.json", "optimizer"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _REMEDY = (
-    "Put back what was removed. Call prune.remove for pruned parts, and "
-    "parametrize.remove_parametrizations for parametrized ones (both of torch.nn.utils)."
+    "Put removed parts back, and take added ones and wrappers out. Call prune.remove for pruned "
+    "parts, and parametrize.remove_parametrizations for parametrized ones (both of torch.nn.utils)."
 )
 
 Parts = dict[str, tuple[Tensor, Placement]]
@@ -150,7 +150,9 @@ def _opened(path: Path, number: int) -> Any:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing, of {number} in {INDEX}. Copy it too.") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Let this user read it.") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. It must be a file that this user may read."
+        ) from error
     except SafetensorError as error:
         raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
 
@@ -253,12 +255,14 @@ def save(
 
     Raises:
         CheckpointError: `folder` exists and is not empty, or cannot be written; max_file_bytes is
-            less than 1; the layers are split over stages; or parts were removed, pruned or
-            parametrized.
+            less than 1; the layers are split over stages; or parts were removed, added, wrapped,
+            pruned or parametrized.
         CollectiveMismatch: ranks with different folders or max_file_bytes. Both on every rank.
     """
 
     def beside() -> Beside:
+        named = model.named_parameters(remove_duplicate=False)
+        check_names([checkpoint_name(x) for x, _ in named], model.config, "the model", _REMEDY)
         arguments.check(tokenizer=tokenizer)
         return "save", {}, {} if tokenizer is None else {"tokenizer.json": tokenizer.to_str(True)}
 
@@ -274,10 +278,6 @@ def write(
 
     def call() -> str:
         check_unstaged(model.grid)
-        names = [
-            checkpoint_name(name) for name, _ in model.named_parameters(remove_duplicate=False)
-        ]
-        check_names(names, model.config, "the model", _REMEDY)
         arguments.check(folder=folder, max_file_bytes=max_file_bytes)
         if max_file_bytes is not None and max_file_bytes < 1:
             given = f"max_file_bytes={max_file_bytes} was given"
@@ -375,7 +375,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})  # transformers asks for this entry
     except SafetensorError as error:  # how the library reports a full disk
         raise OSError(str(error)) from error
-    # the library lets only the owner read the file (its issue 782); the umask made the folder
+    # safetensors lets only the owner read it (its issue 782); the folder's mode has the umask
     with suppress(OSError):  # some file systems keep no modes
         path.chmod(path.parent.stat().st_mode & 0o666)
 

@@ -172,8 +172,9 @@ class Llama(nn.Module):
 
     def join_weights(self) -> None:
         """Lay out the weights for products with few tokens; `nn.parallel.join` says how."""
-        for block in (block for number in self.own for block in blocks_in(self.layers[number])):
-            block.join_weights()
+        for number in self.own:
+            for block in blocks_in(self.layers[number]):
+                block.join_weights()
         if self.is_last and not self.config.tie_word_embeddings:
             join(self.lm_head)
 

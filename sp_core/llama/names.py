@@ -1,6 +1,6 @@
 """Name the weights of a `Llama` as in a Hugging Face checkpoint, and check that all are there."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from sp_core.errors import CheckpointError
 from sp_core.llama.config import LlamaConfig
@@ -20,7 +20,7 @@ def checkpoint_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def check_names(names: Iterable[str], config: LlamaConfig, where: object, remedy: str) -> None:
+def check_names(names: Collection[str], config: LlamaConfig, where: object, remedy: str) -> None:
     """Raise CheckpointError if `names` lack a tensor of a model, or have an unknown one.
 
     `where` says in the error what has these names, and `remedy` what to do.
@@ -32,6 +32,6 @@ def check_names(names: Iterable[str], config: LlamaConfig, where: object, remedy
     extra = sorted(x for x in {*names} - expected - {HEAD} if not x.endswith(UNUSED))
     if missing or extra:
         raise CheckpointError(
-            f"of the tensors of a model with its config.json {len(missing)} are missing from "
-            f"{where}, {missing[:3]}; {len(extra)} more are there, {extra[:3]}. {remedy}"
+            f"{where} lacks {len(missing)} of the tensors that its configuration needs, "
+            f"{missing[:3]}, and has {len(extra)} others, {extra[:3]}. {remedy}"
         )

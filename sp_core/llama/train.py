@@ -294,7 +294,8 @@ def save_training(
 
     Every rank calls this; rank 0 writes. As with `save`, files go into a temporary folder, and move
     when complete. So a save that is killed leaves earlier checkpoints intact. `load` and
-    transformers read the model in the folder.
+    transformers read the model in the folder, unless parts were added, wrapped, pruned or
+    parametrized.
 
     Args:
         model: a model on any mesh without the axis "pp".
