@@ -86,9 +86,10 @@ def node_number() -> int:
 
 
 def python() -> list[str]:
-    """Return the words that start this Python, with the modules that this process would import.
+    """Return the words that start this Python.
 
-    The options -c and -m would put the working directory first. It may be a downloaded folder.
+    It imports from the working directory, which may be a downloaded folder, only if this process
+    does so first.
     """
     first = {""}
     with suppress(OSError):  # the directory was deleted

@@ -262,7 +262,7 @@ class Mesh(NotCopied):
         ranks, mine = self._members(usual), self._members(names)
         order = list(map(ranks.index, mine))
         made = Reordered(self._made[usual], order, _title(names), self._nodes_of(mine))
-        made.check = self._check  # that of the usual one may be off for now
+        made.check = self._check  # the check of the usual product may be off for now
         return made
 
     def _members(self, names: tuple[str, ...]) -> list[int]:

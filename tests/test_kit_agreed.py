@@ -21,8 +21,8 @@ pytestmark = pytest.mark.mpi_skip  # the other ranks are simulated
 
 POINT = "the end of collection"
 ORDER = (
-    "all have the same tests. If pytest-randomly orders them, pass -p no:randomly or one "
-    "--randomly-seed. If pytest.mark.parametrize gets a set, give it a list."
+    "All ranks have the same tests, in different orders. If pytest-randomly orders them, pass "
+    "-p no:randomly or one --randomly-seed. If pytest.mark.parametrize gets a set, give it a list."
 )
 
 

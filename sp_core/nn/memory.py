@@ -37,9 +37,9 @@ class Saving:
     def apply(self, layer: Callable[..., Tensor], x: Tensor, *given: Any) -> Tensor:
         """Return `layer(x, *given, chunk)`.
 
-        With `recompute` or `offload` only the arguments of `layer` are saved for backward, which
-        calls `layer` again, with the same random numbers; with `offload` they are saved in host
-        memory.
+        With `recompute` or `offload` only the arguments of `layer` are saved for backward. Backward
+        calls `layer` again, and draws the same random numbers. With `offload` the arguments are
+        saved in host memory.
         """
         given, kind = (*given, self.chunk), x.device.type
         if not (self.offload or self.recompute):

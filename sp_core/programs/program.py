@@ -112,7 +112,7 @@ class Operation(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Return into how many pieces the vector is cut: 1, or one per rank."""
+        """Return the number of pieces of the vector: 1, or one per rank."""
         return max(len(self.send), len(self.recv))
 
     @property

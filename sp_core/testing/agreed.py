@@ -74,9 +74,9 @@ class Ranks:
         if expected is None and self.size == 1 < (tasks := started_tasks()):
             self._usage(
                 f"mpiexec or srun started {tasks} processes, but MPI says that each is alone. Use "
-                "the mpiexec of the MPI library that this Python's mpi4py uses, or tell srun which "
-                "protocol it speaks (srun --mpi=list). If one rank is meant, add "
-                "--sp-expect-ranks 1."
+                "the mpiexec of the MPI library that this Python's mpi4py uses, or pass srun "
+                "--mpi= and a protocol of that library (srun --mpi=list shows all). If one rank is "
+                "meant, add --sp-expect-ranks 1."
             )
         self._refuse_plugins()
         self._watch = watch.start(self.rank)
@@ -174,8 +174,9 @@ class Ranks:
                 lines += [f"  not on all ranks, but on rank {rank}: {name}" for name in only]
             if all(set(ids) == common for ids, _ in everyone):
                 lines += [
-                    "all have the same tests. If pytest-randomly orders them, pass -p no:randomly "
-                    "or one --randomly-seed. If pytest.mark.parametrize gets a set, give it a list."
+                    "All ranks have the same tests, in different orders. If pytest-randomly orders "
+                    "them, pass -p no:randomly or one --randomly-seed. If pytest.mark.parametrize "
+                    "gets a set, give it a list."
                 ]
             self._usage("\n".join(lines))
 

@@ -140,7 +140,7 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
         size.
 
     Raises:
-        TypeError: a size is neither a number nor a tuple, or the body is `async`, has a `yield`, or
+        TypeError: a size is neither a number nor a tuple, or the body is `async`, has a `yield`,
             lacks a parameter, or uses pytest's `subtests`; when the test is called: it has a
             decorator of Hypothesis.
         RankFailure: when the test is called, for the first size that fails.

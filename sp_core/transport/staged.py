@@ -143,7 +143,8 @@ class PipelinedTransport(OverHost):
         size: the number of ranks.
         name: "pipelined"; or "ipc" or "pinned" if a shared-memory `Window` of that kind carries the
             collectives, and this transport does the rest.
-        chunk_bytes: bytes of each of the four buffers; 0 for 1 MiB per rank, at most 8 MiB.
+        chunk_bytes: bytes of each of the four buffers; 0 for 1 MiB per rank, at most 8 MiB. A piece
+            of a chunk has at most 1 MiB.
         poll: called while a prepared collective waits, so that other transfers make progress.
     """
 
