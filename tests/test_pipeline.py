@@ -25,7 +25,15 @@ from sp_core.llama import Decoder, model as llama_model
 from sp_core.llama.pipeline import MicroBatch, forward, loss_and_gradients, sum_tied_gradients
 from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.memory import KEEP_ALL
-from sp_core.scheduling import POLICIES, Work, gpipe, prefill_only, split_stages, timeline
+from sp_core.scheduling import (
+    POLICIES,
+    Assignment,
+    Work,
+    gpipe,
+    prefill_only,
+    split_stages,
+    timeline,
+)
 from sp_core.segments import grouped
 from sp_core.testing import LiveBytes, spmd
 
@@ -266,3 +274,10 @@ def test_lengths_in_an_unsigned_array_have_the_plan_of_a_list(name: str) -> None
     lengths = np.array([0, 3, 200], dtype=np.uint8)
     plans = [POLICIES[name](cast("Any", given), 2, Work(1, 1)) for given in (lengths, [0, 3, 200])]
     assert plans[0] == plans[1]
+
+
+def test_plans_given_in_arrays_and_lists_are_those_given_in_tuples() -> None:
+    lists: Any = np.array([3, 2, 1], np.uint8), [0], [[1], range(0)], [np.int64(2)], np.int64(4)
+    plans = [Assignment(*given) for given in (lists, ((3, 2, 1), (0,), ((1,), ()), (2,), 4))]
+    first, second = ((plan, hash(plan), repr(plan)) for plan in plans)
+    assert first == second

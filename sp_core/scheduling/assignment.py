@@ -92,7 +92,13 @@ class Assignment:
 
     def __post_init__(self) -> None:
         check(**vars(self))
-        vars(self).update(lengths=plain(self.lengths), padded_to=plain(self.padded_to))
+        vars(self).update(
+            lengths=plain(tuple(self.lengths)),
+            sharded=plain(self.sharded),
+            packed=tuple(plain(tuple(numbers)) for numbers in self.packed),
+            waiting=plain(self.waiting),
+            padded_to=plain(self.padded_to),
+        )
         placed = [
             *self.sharded,
             *self.waiting,
