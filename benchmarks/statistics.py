@@ -9,6 +9,7 @@ import operator
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 MISS = 0.02  # probability that one end of an interval may lie on the wrong side of the true median
 FEWEST = 6  # values for which the whole range misses no more often
@@ -27,16 +28,11 @@ class Interval:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def chance(throws: int, heads: int) -> float:
-    """Return the probability that at least `heads` of `throws` fair coins show heads."""
-    ways = sum(math.comb(throws, k) for k in range(heads, throws + 1))
-    return float(ways / 2**throws)
-
-
 def exact_interval(values: Sequence[float]) -> Interval:
     """Return the median and its exact interval; the whole range if `MISS` needs more values."""
     ordered, n = sorted(values), len(values)
-    k = max((k for k in range(1, n // 2 + 1) if chance(n, n - k + 1) <= MISS), default=1)
+    fewer = accumulate(math.comb(n, heads) for heads in range(n // 2))
+    k = max((k for k, ways in enumerate(fewer, 1) if ways / 2**n <= MISS), default=1)
     return Interval(ordered[k - 1], statistics.median(ordered), ordered[n - k], n)
 
 

@@ -13,9 +13,10 @@ for one head of one rank's tokens:
     tp_sp          2 (P-1) * B * (S/P) * E * e               3 (P-1) * B * (S/P) * E * e
 
 wide = B * (S/P) * D * max(e, 4) are the bytes of as many elements of summed gradients. A ring sends
-only keys and values that other ranks see; a full mask shows all. A block is the keys and values of
-one rank. With fewer key/value heads than ranks, Ulysses sends copies, which the functions count.
-tp_sp is a column-parallel layer followed by a row-parallel one.
+the keys and values that other ranks see, and may send more of a block: `ring_attention` says which.
+A full mask shows all. A block is the keys and values of one rank. With fewer key/value heads than
+ranks, Ulysses sends copies, which the functions count. tp_sp is a column-parallel layer followed by
+a row-parallel one.
 
 These are bytes of payload. If a mesh uses an algorithm of this library for a collective,
 `sp_core.programs.cost` gives the bytes sent. With `shared`, ranks read keys and values in each

@@ -188,6 +188,20 @@ def test_a_block_follows_the_one_before_it_in_its_tile_and_its_pack() -> None:
     ]
 
 
+def test_packing_looks_a_few_times_at_each_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, count = [0], 4000
+
+    def shape(block: Block) -> tuple[int, int]:
+        looks[0] += 1
+        return block.q_stop - block.q_start, block.kv_stop - block.kv_start
+
+    monkeypatch.setattr(Block, "shape", property(shape))
+    left, (made,) = packs._packed.__wrapped__(tuple(causal(1, n, n) for n in range(count)), count)
+    assert not left
+    assert len(made.queries.tokens) == count
+    assert looks[0] <= 10 * count
+
+
 def call(bounds: tuple[int, ...], length: int) -> dict[str, Any]:
     mask = Mask(causal=True, documents=bounds)
     where = {"q_positions": range(length), "kv_positions": range(length)}

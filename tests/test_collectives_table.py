@@ -11,7 +11,7 @@ import sp_core as sp
 from benchmarks.contests.collectives import contestants as timed, table as program
 from benchmarks.contests.collectives.contestants import CONTESTANTS, error_of
 from benchmarks.contests.collectives.table import KIB, MIB, ROWS, Row, heat_of, heats, judged
-from benchmarks.statistics import FEWEST, MISS, chance
+from benchmarks.statistics import FEWEST, MISS
 from sp_core.testing import run_threads
 from sp_core.tuning import Curve, Tuning
 
@@ -59,7 +59,7 @@ def test_what_counts_as_reached(row: Row, found: Any, mark: str) -> None:
 
 def test_rounds_of_one_launch_are_not_independent() -> None:
     """With six launches each counts once, so one fast launch does not narrow the interval."""
-    assert chance(FEWEST, FEWEST) <= MISS < chance(FEWEST - 1, FEWEST - 1)
+    assert 2**-FEWEST <= MISS < 2 ** (1 - FEWEST)
     launches = [launch(2.0 + place / 10, 1.0) for place in range(FEWEST)]
     required, *_ = judged(RATIO, 64 * MIB, launches)
     found = required.found

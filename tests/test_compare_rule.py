@@ -8,6 +8,7 @@ import runpy
 import time
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from benchmarks.compare.rule import (
     suspicion,
 )
 from benchmarks.launching import UsageError
-from benchmarks.statistics import MISS, chance, exact_interval
+from benchmarks.statistics import MISS, exact_interval
 
 pytestmark = pytest.mark.mpi_skip  # plain arithmetic
 
@@ -42,6 +43,12 @@ logs_of = st.floats(-1, 1).filter(lambda d: abs(d) > 1e-6)
 screens = st.lists(logs_of, min_size=SCREEN_PAIRS, max_size=SCREEN_PAIRS)
 confirms = st.lists(logs_of, min_size=CONFIRM_PAIRS, max_size=CONFIRM_PAIRS)
 deltas = st.floats(0.01, MAX_DELTA)
+
+
+def chance(throws: int, heads: int) -> float:
+    """Return the probability that at least `heads` of `throws` fair coins show heads."""
+    ways = sum(math.comb(throws, k) for k in range(heads, throws + 1))
+    return float(ways / 2**throws)
 
 
 def test_the_rule_over_all_throws_of_its_coins() -> None:
@@ -119,6 +126,15 @@ def test_the_interval_is_the_sign_test_inverted(pairs: int, place: int) -> None:
     assert ends == (ordered[place - 1], (pairs + 1) / 2, ordered[-place], pairs)
     if pairs >= 6:
         assert chance(pairs, pairs - place + 1) <= MISS < chance(pairs, pairs - place)
+
+
+def test_an_interval_of_many_values_needs_few_binomials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A binomial of n throws has n bits, so n**2 of them take seconds for a thousand values."""
+    counted = Mock(side_effect=math.comb)
+    monkeypatch.setattr(math, "comb", counted)
+    found = exact_interval(range(400))
+    assert (found.low, found.high) == (178, 221)
+    assert counted.call_count <= 400
 
 
 LIMIT = math.log1p(DELTA)

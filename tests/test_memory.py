@@ -248,13 +248,14 @@ def split_block(mesh: sp.Mesh, chunk: int, ffn: int = 8) -> tuple[Sequence[Tenso
     return [*block.parameters()], lambda x: block(x, *given)
 
 
+@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("made", [feed_forward, split_block])
 @spmd(1, 2)
 def test_a_feed_forward_holds_the_features_of_one_chunk(
-    comm: Any, made: Callable[..., Any]
+    comm: Any, made: Callable[..., Any], batch: int
 ) -> None:
     tokens, ffn, chunk = 1024, 256, 32
-    x = torch.ones(1, tokens, 4, requires_grad=True)
+    x = torch.ones(batch, tokens // batch, 4, requires_grad=True)
     with sp.Mesh(comm, sp=comm.size) as mesh:
         weights, layer = made(mesh, chunk, ffn)
         for weight in weights:  # some are uninitialised

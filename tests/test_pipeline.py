@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 from itertools import count, pairwise
 from typing import Any, cast
@@ -24,7 +25,15 @@ from sp_core.llama import Decoder, model as llama_model
 from sp_core.llama.pipeline import MicroBatch, forward, loss_and_gradients, sum_tied_gradients
 from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.memory import KEEP_ALL
-from sp_core.scheduling import POLICIES, Work, prefill_only, split_stages
+from sp_core.scheduling import (
+    POLICIES,
+    Assignment,
+    Work,
+    gpipe,
+    prefill_only,
+    split_stages,
+    timeline,
+)
 from sp_core.segments import grouped
 from sp_core.testing import LiveBytes, spmd
 
@@ -42,7 +51,16 @@ def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPat
         for number in range(3)
     ]
     assert [*llama_model.stage_layers(case.config, 2)] == [layers, 2, sizes["lm_head.weight"]]
-    assert [split_stages([1] * n, 2)[0] for n in (3, 4)] == [range(1), range(2)]
+
+
+@pytest.mark.parametrize("cost", [1, 0.1, Fraction(1, 3), np.float16(0.1), np.float16(40000)])
+def test_costs_are_added_without_rounding_in_any_unit(cost: Any) -> None:
+    """A float16 holds no number above 65504."""
+    for n in range(2, 12):
+        assert split_stages([cost] * n, 2)[0] == range(n // 2)
+        assert split_stages([cost] * n, 2, first=cost, last=cost)[0] == range(n // 2)
+    assert timeline(gpipe(1, 40), lambda *_: cost).end == pytest.approx(80 * float(cost))
+    assert Work(cost, cost).of(100) == pytest.approx(5150 * float(cost))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -256,3 +274,10 @@ def test_lengths_in_an_unsigned_array_have_the_plan_of_a_list(name: str) -> None
     lengths = np.array([0, 3, 200], dtype=np.uint8)
     plans = [POLICIES[name](cast("Any", given), 2, Work(1, 1)) for given in (lengths, [0, 3, 200])]
     assert plans[0] == plans[1]
+
+
+def test_plans_given_in_arrays_and_lists_are_those_given_in_tuples() -> None:
+    lists: Any = np.array([3, 2, 1], np.uint8), [0], [[1], range(0)], [np.int64(2)], np.int64(4)
+    plans = [Assignment(*given) for given in (lists, ((3, 2, 1), (0,), ((1,), ()), (2,), 4))]
+    first, second = ((plan, hash(plan), repr(plan)) for plan in plans)
+    assert first == second

@@ -220,11 +220,15 @@ def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], 
     Return the blocks that are in no tile, and packs of about `tokens` tokens each.
     """
     groups: dict[int, list[list[Block]]] = {side: [[]] for side in SIDES}
+    held = dict.fromkeys(SIDES, 0)  # tokens in the last group of each side
     for block in _apart(blocks, SIDES[-1]):
-        side = next(side for side in SIDES if max(block.shape) <= side)
-        if sum(max(other.shape) for other in groups[side][-1]) >= tokens:
+        size = max(block.shape)
+        side = next(side for side in SIDES if size <= side)
+        if held[side] >= tokens:
             groups[side].append([])
+            held[side] = 0
         groups[side][-1].append(block)
+        held[side] += size
     many = [(found, side) for side in SIDES for found in groups[side] if len(found) >= LEAST_BLOCKS]
     return _without(blocks, [found for found, _ in many]), tuple(starmap(_pack, many))
 

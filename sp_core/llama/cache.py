@@ -150,7 +150,8 @@ class Cache:
         """Return for each rank which of `number` new tokens the rank keeps, by index.
 
         The ranks' totals in the cache then differ by at most one token. Ranks 0 to P - 1 get ranges
-        from the front, and ranks P - 1 to 0 from the back: equal work under a causal mask.
+        from the front, and ranks P - 1 to 0 from the back: equal work under a causal mask if there
+        is one sequence. With sequences of unequal lengths, the work is uneven.
         """
         counts = [len(owned) for owned in self.owned]
         each, more = divmod(sum(counts) + number, len(counts))

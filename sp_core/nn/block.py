@@ -112,8 +112,8 @@ class ParallelBlock(nn.Module):
         """Apply the block to x: all tokens (B, S, E), or with `lengths` this rank's (B, S/P, E).
 
         Return a tensor of the same shape. `rotate` turns q and k by position, `attend` computes
-        attention. The feed-forward computes at most `chunk` tokens of each sequence at a time, or
-        with `lengths` of each rank's part of it. None computes all at once.
+        attention. The feed-forward computes at most `chunk` tokens at a time, but at least one of
+        each sequence. With `lengths` these are tokens of each rank. None computes all at once.
 
         Communication:
             Two all-reduces of (B, S, E), or with `lengths` two all-gathers and two reduce-scatters;
@@ -137,7 +137,8 @@ class ParallelBlock(nn.Module):
         def feed_forward(y: Tensor) -> Tensor:
             tokens = (y.shape[1],) if lengths is None else lengths
             longest = max(1, *tokens)
-            count = -(-longest // (chunk or longest))
+            most = longest if chunk is None else max(chunk // max(len(y), 1), 1)
+            count = -(-longest // most)
             cuts = zip(*(split_sizes(n, count) for n in tokens), strict=True)
             parts, reads = y.split(split_sizes(y.shape[1], count), 1), [*self.mlp.parameters()]
             return tiled(transform, parts, cuts, dim=1, reads=reads)

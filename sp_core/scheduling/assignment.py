@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Rational
 
 from sp_core.arguments import check, check_type, plain
 from sp_core.errors import ShapeError
@@ -38,7 +39,8 @@ class Work:
 
     def __post_init__(self) -> None:
         check("p", **vars(self))
-        vars(self).update({name: plain(value) for name, value in vars(self).items()})
+        for name, x in vars(self).items():  # a short float of NumPy would overflow in sums
+            vars(self)[name] = plain(x) if isinstance(x, Rational) else float(x)
         numbers = self.per_token, self.per_pair
         if not (_are_finite(numbers) and any(numbers)):
             raise ShapeError(
@@ -90,7 +92,13 @@ class Assignment:
 
     def __post_init__(self) -> None:
         check(**vars(self))
-        vars(self).update(lengths=plain(self.lengths), padded_to=plain(self.padded_to))
+        vars(self).update(
+            lengths=plain(tuple(self.lengths)),
+            sharded=plain(self.sharded),
+            packed=tuple(plain(tuple(numbers)) for numbers in self.packed),
+            waiting=plain(self.waiting),
+            padded_to=plain(self.padded_to),
+        )
         placed = [
             *self.sharded,
             *self.waiting,

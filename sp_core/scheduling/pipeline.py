@@ -13,7 +13,9 @@ computes from these when each slot starts and ends. Times are in the unit of its
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, pairwise
+from numbers import Rational
 from typing import Literal
 
 from sp_core import arguments
@@ -169,7 +171,7 @@ def timeline(
             slot = waiting[stage].pop(0)
             took = seconds(stage, slot)
             arguments.check("cost", **{f"seconds({stage}, {slot})": took})
-            done[stage, slot] = start + took
+            done[stage, slot] = start + float(took)
             placed[stage].append((slot, start, done[stage, slot]))
     return Timeline(tuple(map(tuple, placed)), max(done.values(), default=0.0))
 
@@ -292,9 +294,13 @@ def split_stages(
         raise ShapeError(
             f"{stages} stages were asked for, for {count} layers; each stage needs one. {remedy}"
         )
-    if wrong := [x for x in (*layers, first, last) if not 0 <= x < math.inf]:
+    costs = (*layers, first, last)
+    if wrong := [x for x in costs if not 0 <= x < math.inf]:
         raise ShapeError(f"costs of {wrong[:3]} were given; pass finite costs >= 0.")
-    before = list(accumulate(layers, initial=0.0))
+    exact = [Fraction(arguments.plain(x) if isinstance(x, Rational) else float(x)) for x in costs]
+    unit = math.lcm(*(x.denominator for x in exact))
+    *layers, first, last = (int(x * unit) for x in exact)
+    before = list(accumulate(layers, initial=0))
 
     def cost(start: int, stop: int, stage: int) -> float:
         return before[stop] - before[start] + first * (stage == 0) + last * (stage == stages - 1)
