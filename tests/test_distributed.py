@@ -22,8 +22,10 @@ import sp_core as sp
 from sp_core.programs import operation
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import distributed, groups
+from sp_core.transport.base import Done
 from sp_core.transport.distributed import DistributedTransport, is_complete
 from sp_core.transport.groups import GroupComm, communicator_of, over_ranks
+from sp_core.transport.window import Window
 
 CPU = torch.device("cpu")
 
@@ -89,6 +91,22 @@ def test_a_transfer_that_fails_in_the_group_says_so(text: str, said: str) -> Non
     watch.assert_called_once_with("an all_gather")
     with pytest.raises(sp.PeerFailed, match=rf"an all_gather failed: .*{said} See"):
         is_complete(work, "an all_gather", watch)
+
+
+@pytest.mark.parametrize("completed", [False, True])
+@pytest.mark.parametrize("by", ["group", "window"])
+def test_a_rank_may_end_once_it_has_completed_a_transfer(by: str, completed: bool) -> None:
+    """It may do so between the test of the transfer and the look for lost ranks."""
+    states, watch = iter([False, completed]), Mock(side_effect=sp.PeerFailed("rank 1 has died"))
+    work, window = Mock(is_completed=states.__next__), Mock(watch=watch)
+    window.advance = lambda: window.configure_mock(made=next(states))
+    lost = pytest.raises(sp.PeerFailed, match="rank 1 has died")
+    with nullcontext() if completed else lost:
+        assert (
+            is_complete(work, "an exchange", watch)
+            if by == "group"
+            else Window._is_made(window, 1, "an all_gather", Done())
+        )
 
 
 def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(

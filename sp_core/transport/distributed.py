@@ -213,11 +213,17 @@ def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
         watch: raises `PeerFailed` if it knows that a rank is lost; usually it does nothing.
 
     Raises:
-        PeerFailed: the transfer has failed, or `watch` knows of a lost rank.
+        PeerFailed: the transfer has failed, or `watch` knows of a lost rank and the transfer is
+            still incomplete then.
     """
     if not work.is_completed():
-        watch(what)
-        return False
+        try:
+            watch(what)
+        except PeerFailed:
+            if not work.is_completed():  # else that rank ended after its part
+                raise
+        else:
+            return False
     try:
         work.wait()
     except RuntimeError as error:
