@@ -1,5 +1,6 @@
 """Test process groups of torch.distributed: making them, sending, and finding lost ranks."""
 
+import errno
 import functools
 import os
 import socket
@@ -7,6 +8,7 @@ import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock, Mock
@@ -19,6 +21,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 import sp_core as sp
+from sp_core.launch import deaths
 from sp_core.programs import operation
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import distributed, groups
@@ -280,6 +283,16 @@ def test_a_rank_whose_store_has_ended_still_looks_for_dead_processes(
     monkeypatch.setattr(torch_distributed, "get_rank", lambda: 0)
     with pytest.raises(sp.PeerFailed, match="rank 0 cannot reach torch's store"):
         over_ranks([0], timedelta(seconds=30))
+
+
+def test_a_rank_without_free_file_descriptors_calls_nobody_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comm = GroupComm(HashStore(), "all", 0, 1, timedelta(seconds=30))
+    comm._near, comm._next_look = {1: os.getpid()}, 0.0
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=OSError(errno.EMFILE, "")))
+    comm.watch("a call")
+    assert os.getpid() in deaths.processes_of(os.getpid())
 
 
 def test_a_freed_communicator_releases_the_port_of_the_store() -> None:
