@@ -136,20 +136,23 @@ def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
 
 
 @pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("interfaces", ["", "a", "a,b"])
 @pytest.mark.parametrize(("device", "name"), [("cuda", "NCCL"), ("cpu", "Gloo")])
 def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
-    device: str, name: str, near: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, name: str, interfaces: str, near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gloo also gets a network interface: loopback if all ranks are on one machine."""
+    """Gloo also gets network interfaces: loopback if all ranks are on one machine."""
     group = Mock(**{"create_default_device.return_value": ""})
-    group.create_device = lambda hostname: hostname
+    group.create_device = lambda hostname="", interface="": hostname or interface
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     monkeypatch.setattr(_distributed_c10d, f"ProcessGroup{name}", group, raising=False)
     comm, limit = cast("Any", SimpleNamespace(rank=1, size=4)), timedelta(seconds=7)
     found = distributed._connected("store", comm, torch.device(device), near, limit)
     assert found is group.return_value
     *told, options = group.call_args.args
     assert (told, options._timeout) == (["store", 1, 4], limit)
-    assert device == "cuda" or options._devices == ["127.0.0.1" * near]
+    chosen = ["127.0.0.1"] if near else interfaces.split(",")
+    assert device == "cuda" or options._devices == chosen
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
