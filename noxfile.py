@@ -111,7 +111,7 @@ PROGRAMS = {
         then="netlab",
     ),
     "netlab": Program(
-        "Time algorithms and overlap over an emulated network; needs root.",
+        "Time algorithms and overlap over an emulated network; without root over a model of it.",
         "benchmarks netlab",
         MPIS[::-1],
     ),
