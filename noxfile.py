@@ -111,7 +111,7 @@ PROGRAMS = {
         then="netlab",
     ),
     "netlab": Program(
-        "Time algorithms and overlap over an emulated network; needs root.",
+        "Time algorithms and overlap over an emulated network; without root over a model of it.",
         "benchmarks netlab",
         MPIS[::-1],
     ),
@@ -238,11 +238,11 @@ def junit(session: nox.Session) -> None:
 def torchrun(session: nox.Session, processes: int) -> None:
     """Run the tests of communication and models on processes of torchrun, without mpi4py."""
     session.install("-c", CONSTRAINTS, "-e", ".[llama]", *WITHOUT_MPI)
-    agent = ("python", "-m", "torch.distributed.run", "--nproc-per-node", str(processes))
-    pytest = ("-m", "pytest", "-p", "kit.torchrun")
-    given = session.posargs or [f"tests/{name}.py" for name in OVER_GLOO]
+    run = f"python -m torch.distributed.run --nproc-per-node {processes} -m pytest -p kit.torchrun"
+    named = any(word.startswith("tests/") for word in session.posargs)
+    files = [] if named else [f"tests/{name}.py" for name in OVER_GLOO]
     variables = {"PYTHONPATH": "tests", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    session.run(*agent, *pytest, "--hypothesis-seed=0", *given, env=variables)
+    session.run(*run.split(), "--hypothesis-seed=0", *session.posargs, *files, env=variables)
 
 
 @nox.session

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import torch
+from torch import distributed
 
 from sp_core import agreement, arguments, failing, progress
 from sp_core.communicator import Check, Communicator, Reordered
@@ -167,13 +168,18 @@ class Mesh(NotCopied):
         each axis.
 
         Raises:
-            RankError: torch.distributed was not started, or has ranks that the mesh lacks; or the
-                mesh has been freed. On every rank.
+            RankError: torch.distributed has not started, or has other ranks; or the mesh is freed.
+            DeviceError: a rank's current device is not `mesh.device`. Both on every rank.
         """
-        from torch import distributed
         from torch.distributed.device_mesh import DeviceMesh
 
         def own() -> int:
+            mine = self.device.index
+            if mine is not None and mine != (now := torch.accelerator.current_device_index()):
+                raise DeviceError(
+                    f"the mesh is on {self.device}; torch would use its current device, number "
+                    f"{now}. Call torch.cuda.set_device(mesh.device) on every rank first."
+                )
             if distributed.is_initialized() and distributed.get_world_size() == self.size:
                 return distributed.get_rank()
             raise RankError(
@@ -317,10 +323,8 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
 
     comm = groups.communicator_of(given)
     arguments.check(comm=comm or given)
-    group = torch.distributed
-    failing.watch_over(rank=group.get_rank(), size=group.get_world_size(), stop=os._exit)
-    names = getattr(given, "mesh_dim_names", None)
-    if names and not axes:
+    failing.watch_over(distributed.get_rank(), distributed.get_world_size(), stop=os._exit)
+    if not axes and (names := getattr(given, "mesh_dim_names", None)):
         axes = dict(zip(names, given.shape, strict=True))
     return cast("Intracomm", comm), axes
 

@@ -201,6 +201,7 @@ def test_the_steps_of_the_gpu_session_are_one_argument(
         ("hf", ["-x"], ["tests/hf"]),
         ("pages", [], ["tests/pages"]),
         ("report", ["reports/a.jsonl"], ["benchmarks", "report", "reports/a.jsonl"]),
+        ("torchrun 2", ["tests/test_mesh.py", "-x"], ["tests/test_mesh.py"]),
     ],
 )
 def test_only_the_named_tests_run(
@@ -213,6 +214,13 @@ def test_only_the_named_tests_run(
     names[name](session, *mpi)
     words = [str(word) for call in session.run.mock_calls for word in call.args]
     assert [word for word in words if re.match("tests|benchmarks|report|every", word)] == paths
+
+
+def test_options_alone_leave_torchrun_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without files pytest would collect tests that import mpi4py, which is not there."""
+    names, session = noxfile(monkeypatch), Mock(posargs=["-k", "x"])
+    names["torchrun"](session, 2)
+    assert {"-k", "x", "tests/test_mesh.py"} <= {*session.run.call_args.args}
 
 
 @pytest.mark.parametrize("given", ["python3", "a folder/python3", "absent", ""])

@@ -1,5 +1,6 @@
 """Test process groups of torch.distributed: making them, sending, and finding lost ranks."""
 
+import errno
 import functools
 import os
 import socket
@@ -7,6 +8,7 @@ import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock, Mock
@@ -19,11 +21,14 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 import sp_core as sp
+from sp_core.launch import deaths
 from sp_core.programs import operation
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import distributed, groups
+from sp_core.transport.base import Done
 from sp_core.transport.distributed import DistributedTransport, is_complete
 from sp_core.transport.groups import GroupComm, communicator_of, over_ranks
+from sp_core.transport.window import Window
 
 CPU = torch.device("cpu")
 
@@ -91,6 +96,22 @@ def test_a_transfer_that_fails_in_the_group_says_so(text: str, said: str) -> Non
         is_complete(work, "an all_gather", watch)
 
 
+@pytest.mark.parametrize("completed", [False, True])
+@pytest.mark.parametrize("by", ["group", "window"])
+def test_a_rank_may_end_once_it_has_completed_a_transfer(by: str, completed: bool) -> None:
+    """It may do so between the test of the transfer and the look for lost ranks."""
+    states, watch = iter([False, completed]), Mock(side_effect=sp.PeerFailed("rank 1 has died"))
+    work, window = Mock(is_completed=states.__next__), Mock(watch=watch)
+    window.advance = lambda: window.configure_mock(made=next(states))
+    lost = pytest.raises(sp.PeerFailed, match="rank 1 has died")
+    with nullcontext() if completed else lost:
+        assert (
+            is_complete(work, "an exchange", watch)
+            if by == "group"
+            else Window._is_made(window, 1, "an all_gather", Done())
+        )
+
+
 def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,20 +136,23 @@ def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
 
 
 @pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("interfaces", ["", "a", "a,b"])
 @pytest.mark.parametrize(("device", "name"), [("cuda", "NCCL"), ("cpu", "Gloo")])
 def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
-    device: str, name: str, near: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, name: str, interfaces: str, near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gloo also gets a network interface: loopback if all ranks are on one machine."""
+    """Gloo also gets network interfaces: loopback if all ranks are on one machine."""
     group = Mock(**{"create_default_device.return_value": ""})
-    group.create_device = lambda hostname: hostname
+    group.create_device = lambda hostname="", interface="": hostname or interface
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     monkeypatch.setattr(_distributed_c10d, f"ProcessGroup{name}", group, raising=False)
     comm, limit = cast("Any", SimpleNamespace(rank=1, size=4)), timedelta(seconds=7)
     found = distributed._connected("store", comm, torch.device(device), near, limit)
     assert found is group.return_value
     *told, options = group.call_args.args
     assert (told, options._timeout) == (["store", 1, 4], limit)
-    assert device == "cuda" or options._devices == ["127.0.0.1" * near]
+    chosen = ["127.0.0.1"] if near else interfaces.split(",")
+    assert device == "cuda" or options._devices == chosen
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -262,6 +286,16 @@ def test_a_rank_whose_store_has_ended_still_looks_for_dead_processes(
     monkeypatch.setattr(torch_distributed, "get_rank", lambda: 0)
     with pytest.raises(sp.PeerFailed, match="rank 0 cannot reach torch's store"):
         over_ranks([0], timedelta(seconds=30))
+
+
+def test_a_rank_without_free_file_descriptors_calls_nobody_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comm = GroupComm(HashStore(), "all", 0, 1, timedelta(seconds=30))
+    comm._near, comm._next_look = {1: os.getpid()}, 0.0
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=OSError(errno.EMFILE, "")))
+    comm.watch("a call")
+    assert os.getpid() in deaths.processes_of(os.getpid())
 
 
 def test_a_freed_communicator_releases_the_port_of_the_store() -> None:

@@ -269,7 +269,7 @@ def _cause(pid: int, fd: int) -> str:
     """
     for _ in range(ATTEMPTS):
         status, fields = _status_of(fd), stat(pid)
-        status = int(fields[-1]) if status is None and fields else status
+        status = int(fields[-1]) if status is None and fields[1:] else status
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
             name = _SIGNALS.get(-code, f"signal {-code}")
@@ -300,19 +300,21 @@ _SHARED = re.compile(
 def stat(pid: int | str) -> list[str]:
     """Return the fields of /proc/PID/stat that follow the process's name; the first is its state.
 
-    Return [] if the process does not exist any more.
+    Return [] if the process does not exist any more, and ["?"] if the file cannot be read.
     """
     try:
         # the system may have cut the name inside a letter
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
+    except OSError:  # such as no free file descriptor
+        return ["?"]
 
 
 def processes_of(leader: int) -> set[int]:
     """Return the ids of the processes in the session of `leader`, and of their descendants."""
     stats = {int(path.name): stat(path.name) for path in Path("/proc").glob("[0-9]*")}
-    living = {pid: fields for pid, fields in stats.items() if fields}
+    living = {pid: fields for pid, fields in stats.items() if fields[1:]}
     new = {pid for pid, fields in living.items() if int(fields[3]) == leader} | {leader}
     found = set[int]()
     while new:

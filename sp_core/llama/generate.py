@@ -97,13 +97,11 @@ class Sampling:
         # CUDA multiplies by the reciprocal of a number, which may be infinity.
         temperature = order.values.new_full((), float(self.temperature))
         p = ((order.values - order.values[0]) / temperature).softmax(0)
-        # Leave out zeros: CUDA rounds each sum in its own way, so zeros at the end may change it.
-        p = p[: int(p.count_nonzero())]
-        sums = p[: self.top_k].cumsum(0)
+        # CUDA rounds each sum its own way, and `torch.use_deterministic_algorithms` refuses them.
+        sums = p[: self.top_k].cpu().cumsum(0)
         if self.top_p is not None:
             sums = sums[: torch.searchsorted(sums, float(self.top_p) * sums[-1]) + 1]
         uniform = torch.rand((), generator=random, dtype=torch.float64, device="cpu")
-        uniform = uniform.to(sums.device)
         return int(order.indices[torch.searchsorted(sums, uniform * sums[-1], right=True)])
 
 

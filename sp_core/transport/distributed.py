@@ -12,6 +12,7 @@ Messages that each rank posts when it is ready (`post`) go through another trans
 match them by their order alone, and gloo cannot say whether a message is complete.
 """
 
+import os
 import platform
 import socket
 import threading
@@ -213,11 +214,17 @@ def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
         watch: raises `PeerFailed` if it knows that a rank is lost; usually it does nothing.
 
     Raises:
-        PeerFailed: the transfer has failed, or `watch` knows of a lost rank.
+        PeerFailed: the transfer has failed, or `watch` knows of a lost rank and the transfer is
+            still incomplete then.
     """
     if not work.is_completed():
-        watch(what)
-        return False
+        try:
+            watch(what)
+        except PeerFailed:
+            if not work.is_completed():  # else that rank ended after its part
+                raise
+        else:
+            return False
     try:
         work.wait()
     except RuntimeError as error:
@@ -367,7 +374,8 @@ def _connected(
         store: torch's key-value store, through which the ranks tell each other their addresses.
         comm: gives this rank's number and the number of ranks.
         device: where the tensors live. Its type decides: NCCL for "cuda", else gloo.
-        near: whether all ranks are on one machine; then gloo uses the loopback interface.
+        near: whether all ranks are on one machine; then gloo uses the loopback interface. Else it
+            uses those that GLOO_SOCKET_IFNAME names, as torch's own groups do.
         limit: the longest time for one transfer. A transfer that takes longer fails.
     """
     from torch._C import _distributed_c10d
@@ -380,7 +388,11 @@ def _connected(
     gloo = backends.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
-    options._devices = [
-        gloo.create_device(hostname=LOOPBACK) if near else gloo.create_default_device()
-    ]
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    if near:
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+    elif names:
+        options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
+    else:
+        options._devices = [gloo.create_default_device()]
     return gloo(store, comm.rank, comm.size, options)

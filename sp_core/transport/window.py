@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sp_core.errors import PeerFailed
 from sp_core.observer import observer_of
 from sp_core.programs import SLOTS
 from sp_core.transport.base import Broken, Handle, Intracomm, Messages, Transfer, at_once, wait
@@ -185,8 +186,14 @@ class Window:
         self.advance()
         is_told = told.test()
         if self.made < end:
-            self.watch(what)  # may raise if a rank has left
-            return False
+            try:
+                self.watch(what)  # may raise if a rank has left
+            except PeerFailed:
+                self.advance()
+                if self.made < end:  # else that rank left after its part
+                    raise
+            else:
+                return False
         return is_told
 
     def exchange(self, sends: Messages, recvs: Messages, longest: int) -> Handle:

@@ -71,6 +71,11 @@ def test_the_axes_are_those_of_a_device_mesh_and_go_back_to_one(
         with pytest.raises(sp.RankError, match="Call init_process_group"):
             mesh.to_device_mesh()
         monkeypatch.undo()
+        monkeypatch.setattr(mesh, "device", torch.device("cuda", distributed.get_rank()))
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        with pytest.raises(sp.DeviceError, match="set_device"):
+            mesh.to_device_mesh()
+        monkeypatch.undo()
     with pytest.raises(sp.RankError, match="mesh has been freed"):
         mesh.to_device_mesh()
     with pytest.raises(sp.ShapeError, match=f"has {size + 1} ranks"):
