@@ -126,7 +126,7 @@ def agree(
         question.answer()
     control.last = []
     control.open[:] = [question := Question(control, call, value, error)]
-    if under_way.idle:  # then nothing needs `poll` during a wait of MPI
+    if under_way.idle and question.requests:  # then nothing needs `poll` during a wait of MPI
         question.wait()
     else:
         wait(question, under_way.poll)
@@ -217,7 +217,7 @@ class Question:
         self._records: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self.requests, self._state = list[Any](), state
         self._before = [*control.open, *control.behind]
-        if self._before:  # then later ones come after this one, as on the other ranks
+        if self._before and state != State.CALLS:  # later last agreements then begin after this one
             control.behind.append(self)
         self._begun()
 

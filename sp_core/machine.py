@@ -88,8 +88,8 @@ def node_number() -> int:
 def python() -> list[str]:
     """Return the words that start this Python.
 
-    It imports from the working directory, which may be a downloaded folder, only if this process
-    does so first.
+    The new process imports from the working directory, which may be a downloaded folder, only if
+    this process searches it first.
     """
     first = {""}
     with suppress(OSError):  # the directory was deleted

@@ -217,7 +217,7 @@ def test_an_agreement_that_an_error_interrupts_goes_on(
 
 
 def test_last_agreements_behind_an_open_one_begin_in_the_order_in_which_they_were_made() -> None:
-    """Each rank tests them at its own times, and MPI matches them in the order of their begin."""
+    """Each rank tests them at its own times. MPI matches them in the order in which they begin."""
 
     def body(comm: Any) -> None:
         one, interrupted = agreement.Control(comm), Mock(**{"test.return_value": False})

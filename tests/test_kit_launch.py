@@ -275,7 +275,8 @@ def test_a_rank_that_hangs_after_a_failure_is_ended_with_its_stacks(tmp_path: Pa
     """At a failure pytest's faulthandler plugin cancels the process's only timer for stacks."""
     (path := tmp_path / "test_x.py").write_text(ENDLESS)
     command = (*PYTEST, "--with-mpi", str(path))
-    code, text = launched(2, *command, SP_WATCHDOG_S="2", SP_WATCHDOG_PHASE_S="10")
+    # pytest collects within the time of the first phase
+    code, text = launched(2, *command, SP_WATCHDOG_S="2", SP_WATCHDOG_PHASE_S="6")
     assert code == 1, text
     assert "a rank has reached its time limit" in text
     assert re.search(r'test_x\.py", line (8|9) in endless', text), text

@@ -256,7 +256,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a quantized tensor": ("dtype I8", with_tensor(NORM, torch.ones(10, dtype=torch.int8))),
     "two dtypes": ("float64. Say in which .*--dtype of sp", with_tensor(NORM, torch.ones(10))),
     "a tensor too many": (
-        "has 1 others, .*q_proj.bias",
+        "has 1 that it does not need, .*q_proj.bias",
         with_tensor("model.layers.0.self_attn.q_proj.bias", torch.ones(24).double()),
     ),
 }

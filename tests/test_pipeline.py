@@ -63,6 +63,11 @@ def test_costs_are_added_without_rounding_in_any_unit(cost: Any) -> None:
     assert Work(cost, cost).of(100) == pytest.approx(5150 * float(cost))
 
 
+def test_a_cost_that_no_float_can_hold_is_refused() -> None:
+    with pytest.raises(sp.ShapeError, match="pass finite costs"):
+        split_stages([np.longdouble("1e400")] * 2, 2)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("without", ["neither", "first", "last"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float64", "expanded", "transposed"])

@@ -48,8 +48,8 @@ class _Local:
     Args:
         name: names the function in the errors of `agree`.
         run: the function that is held.
-        agree: what `numbered` returned in a call that all ranks make. `_Apply` calls it before a
-            backward that communicates.
+        agree: the function that `numbered` returned, in a call that all ranks make. `_Apply` calls
+            it before a backward that communicates.
     """
 
     name: str

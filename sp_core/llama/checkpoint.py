@@ -375,7 +375,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})  # transformers asks for this entry
     except SafetensorError as error:  # how the library reports a full disk
         raise OSError(str(error)) from error
-    # safetensors lets only the owner read it (its issue 782); the folder's mode has the umask
+    # safetensors lets only the owner read the file (its issue 782). The folder obeys the umask.
     with suppress(OSError):  # some file systems keep no modes
         path.chmod(path.parent.stat().st_mode & 0o666)
 

@@ -33,5 +33,5 @@ def check_names(names: Collection[str], config: LlamaConfig, where: object, reme
     if missing or extra:
         raise CheckpointError(
             f"{where} lacks {len(missing)} of the tensors that its configuration needs, "
-            f"{missing[:3]}, and has {len(extra)} others, {extra[:3]}. {remedy}"
+            f"{missing[:3]}, and has {len(extra)} that it does not need, {extra[:3]}. {remedy}"
         )

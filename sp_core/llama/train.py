@@ -294,8 +294,8 @@ def save_training(
 
     Every rank calls this; rank 0 writes. As with `save`, files go into a temporary folder, and move
     when complete. So a save that is killed leaves earlier checkpoints intact. `load` and
-    transformers read the model in the folder, unless parts were added, wrapped, pruned or
-    parametrized.
+    transformers read the model in the folder, unless parts were removed, added, wrapped, pruned or
+    parametrized. Buffers, such as the masks of torch.nn.utils.prune, are not written.
 
     Args:
         model: a model on any mesh without the axis "pp".
@@ -317,8 +317,9 @@ def save_training(
         tensors.
 
     Raises:
-        CheckpointError: as `save`; or the optimizer has parameters of another model, needs whole
-            weights, or has a state that cannot be written as tensors and JSON.
+        CheckpointError: as `save`, but not for the model's parts; or the optimizer has parameters
+            of another model, needs whole weights, or has a state that cannot be written as tensors
+            and JSON.
         ValueError: a step below 0.
         CollectiveMismatch: ranks with different optimizers or random states.
 

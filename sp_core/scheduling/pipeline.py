@@ -294,10 +294,11 @@ def split_stages(
         raise ShapeError(
             f"{stages} stages were asked for, for {count} layers; each stage needs one. {remedy}"
         )
-    costs = (*layers, first, last)
+    given = (*layers, first, last)
+    costs = [arguments.plain(x) if isinstance(x, Rational) else float(x) for x in given]
     if wrong := [x for x in costs if not 0 <= x < math.inf]:
         raise ShapeError(f"costs of {wrong[:3]} were given; pass finite costs >= 0.")
-    exact = [Fraction(arguments.plain(x) if isinstance(x, Rational) else float(x)) for x in costs]
+    exact = [*map(Fraction, costs)]
     unit = math.lcm(*(x.denominator for x in exact))
     *layers, first, last = (int(x * unit) for x in exact)
     before = list(accumulate(layers, initial=0))

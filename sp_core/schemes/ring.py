@@ -80,7 +80,7 @@ def ring_attention(
         Another agreement begins the backward unless the communicator has `check="off"`. In the
         forward a rank sends P-1 messages of `2*B*(S/P)*K*D` elements. A block of keys and values
         is passed on up to the last rank that sees any of its keys. So a sliding window or documents
-        make fewer messages. They make shorter ones, too: of each range of positions in a document
+        make fewer messages. They make shorter ones, too. Of each range of positions in a document,
         only the keys from the first to the last that another rank sees are sent. But blocks are
         sent whole if `sharding` or `kv_sharding` is striped, or one rank has all queries.
         In the backward a rank sends the same messages, and up to P messages of as many elements in

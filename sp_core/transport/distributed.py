@@ -326,11 +326,11 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
 def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
     """Return (result of `make`, ""), or (None, first line of the error) if `make` fails.
 
-    A failure is a RuntimeError, ImportError or OSError.
+    A failure is a RuntimeError, ImportError, OSError, or ValueError (no network interface).
     """
     try:
         return make(), ""
-    except (RuntimeError, ImportError, OSError) as error:
+    except (RuntimeError, ImportError, OSError, ValueError) as error:
         return None, short_text(error)
 
 
@@ -392,7 +392,7 @@ def _connected(
     if near:
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
     elif names:
-        options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
+        options._devices = [gloo.create_device(interface=x) for x in names.split(",") if x]
     else:
         options._devices = [gloo.create_default_device()]
     return gloo(store, comm.rank, comm.size, options)

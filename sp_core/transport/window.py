@@ -176,7 +176,8 @@ class Window:
         """Make the copies and additions that can be made now, first those of earlier operations.
 
         Return True once this rank has made all steps of one operation, else False at once. In tests
-        the communicator's observer raises `PeerFailed` here if a rank has been lost.
+        the communicator's observer raises `PeerFailed` here if a rank has been lost and steps are
+        missing.
 
         Args:
             end: how many steps this rank has made then, including those of earlier operations.
