@@ -55,12 +55,12 @@ def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("cost", [1, 0.1, Fraction(1, 3), np.float16(0.1), np.float16(40000)])
 def test_costs_are_added_without_rounding_in_any_unit(cost: Any) -> None:
-    """A float16 holds no number above 65504."""
+    """A float16 holds no number above 65504, and an int32 no square above 46340**2."""
     for n in range(2, 12):
         assert split_stages([cost] * n, 2)[0] == range(n // 2)
         assert split_stages([cost] * n, 2, first=cost, last=cost)[0] == range(n // 2)
     assert timeline(gpipe(1, 40), lambda *_: cost).end == pytest.approx(80 * float(cost))
-    assert Work(cost, cost).of(100) == pytest.approx(5150 * float(cost))
+    assert Work(cost, cost).of(np.int32(100_000)) == pytest.approx(5_000_150_000 * float(cost))
 
 
 def test_a_cost_that_no_float_can_hold_is_refused() -> None:

@@ -229,6 +229,8 @@ WIDE = {"q.head_dim": "129 to 256"}
 """A row of wide heads, with the base row's default scale and tokens that see several keys."""
 SHARED = {"k.memory": "shared_empty", "mask.causal": "True", "mask.documents": "2 to 6"}
 """A row of keys in memory that ranks share, some of which only their own rank sees."""
+TURNED = {"axes": "not the mesh's order", "sinks": "1.0", "alibi": "0.5"}
+"""A row of terms that differ between heads, in which heads are not split along the last axis."""
 
 SUBJECTS = [
     *(
@@ -245,6 +247,6 @@ SUBJECTS = [
         GRID | COMMON | SITUATIONS,
         lambda drawn: grid_of(drawn)[0],
         on_a_grid,
-        together=(WIDE, SHARED),
+        together=(WIDE, SHARED, TURNED),
     ),
 ]
