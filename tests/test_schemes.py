@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
-from sp_core.schemes import SCHEMES
+from sp_core.schemes import SCHEMES, problem
 from sp_core.testing import device, given, session, spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -284,3 +286,12 @@ def test_a_checkpoint_of_torch_may_compute_a_given_attention_again(comm: Any) ->
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             found.append(torch.autograd.grad(attend(*leaves).square().sum(), leaves))
     torch.testing.assert_close(*found)
+
+
+def test_allocations_of_k_and_v_are_told_apart_however_many_there_are() -> None:
+    """Ranks with equal numbers read k and v in place. Here a tensor is its allocation's number."""
+    comm: Any = SimpleNamespace(window=SimpleNamespace(number=int))
+    places = [0, 1, 2, 255, 256, 258, 1 << 16, (1 << 31) - 1]
+    homes = {problem._home(pair, comm) for pair in product(map(torch.tensor, places), repeat=2)}
+    assert len(homes) == len(places) ** 2
+    assert min(homes) >= 0
