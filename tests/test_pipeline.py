@@ -60,12 +60,14 @@ def test_costs_are_added_without_rounding_in_any_unit(cost: Any) -> None:
         assert split_stages([cost] * n, 2)[0] == range(n // 2)
         assert split_stages([cost] * n, 2, first=cost, last=cost)[0] == range(n // 2)
     assert timeline(gpipe(1, 40), lambda *_: cost).end == pytest.approx(80 * float(cost))
-    assert Work(cost, cost).of(np.int32(100_000)) == pytest.approx(5_000_150_000 * float(cost))
+    length: Any = np.int32(100_000)
+    assert Work(cost, cost).of(length) == pytest.approx(5_000_150_000 * float(cost))
 
 
 def test_a_cost_that_no_float_can_hold_is_refused() -> None:
+    cost: Any = np.longdouble("1e400")
     with pytest.raises(sp.ShapeError, match="pass finite costs"):
-        split_stages([np.longdouble("1e400")] * 2, 2)
+        split_stages([cost] * 2, 2)
 
 
 @pytest.mark.parametrize("tied", [False, True])
