@@ -92,6 +92,9 @@ IN_PLACE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "all_reduce_": lambda x, mesh: sp.all_reduce_(x, comm=comm_of(mesh)),
     "plan": lambda x, mesh: sp.plan("all_reduce_", x, comm=comm_of(mesh)),
     "a ring": lambda x, mesh: sp.all_reduce_(x, comm=comm_of(mesh), algorithm="ring"),
+    "a sum without gradients": lambda x, mesh: torch.no_grad()(sp.all_reduce_)(
+        x, comm=comm_of(mesh)
+    ),
 }
 MADE_INSIDE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "a plan that was made in that mode": lambda x, mesh: torch.inference_mode()(sp.plan)(

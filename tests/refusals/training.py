@@ -46,10 +46,11 @@ def held(mesh: sp.Mesh, ranks: tuple[tuple[range, ...], ...]) -> None:
     reduce_gradients([weight], data=mesh["ring"], tensor=mesh["ulysses"])
 
 
-def lost(mesh: sp.Mesh, here: bool) -> Tensor:
-    """Compute the loss of logits that require a gradient."""
-    x, labels = torch.ones(1, 3, 2, requires_grad=True), torch.zeros(1, 3, dtype=torch.int64)
-    return next_token_loss(x, labels, tensor=mesh["ulysses"], data=mesh["ring"])
+def lost(mesh: sp.Mesh, here: bool, head: Tensor | None = None) -> Tensor:
+    """Compute the loss of logits that require a gradient, or of ones and a head."""
+    x, labels = torch.ones(1, 3, 2), torch.zeros(1, 3, dtype=torch.int64)
+    x.requires_grad_(head is None)
+    return next_token_loss(x, labels, tensor=mesh["ulysses"], data=mesh["ring"], head=head)
 
 
 def short(number: int, size: int) -> sp.Sharding:
@@ -316,11 +317,14 @@ ON_ONE_RANK: Table = {
             "(range(0, 1), range(3, 4))",
             lambda mesh, here: held(mesh, OTHER_ROWS if here else ROWS),
         ),
-        "a loss without a gradient": (
-            sp.CollectiveMismatch,
-            "requires_grad=(False, False)",
-            graded(lost),
-        ),
+        **{
+            f"a loss without the gradient of {what}": (
+                sp.CollectiveMismatch,
+                "requires_grad=(False, False)",
+                graded(partial(lost, head=head)),
+            )
+            for what, head in (("logits", None), ("a head", torch.ones(2, 2, requires_grad=True)))
+        },
         "a loss under autocast on one rank": (
             sp.CollectiveMismatch,
             "autocast=torch.bfloat16",
