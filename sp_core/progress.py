@@ -87,7 +87,7 @@ class Progress:
         """Let all operations that this rank has started make progress, without blocking.
 
         Call `poll` between parts of a long computation; it is cheap. It does nothing while another
-        thread of this rank polls. A signal handler may call it.
+        thread of this rank polls. A signal handler may call it, but must not wait.
         """
         if not self.lock.acquire(False):
             return

@@ -50,7 +50,7 @@ def mpi_environment() -> dict[str, str]:
     """Return this environment with the variables that ci/ sets for Open MPI and MPICH."""
     texts = [(ROOT / "ci" / f"env.{name}").read_text() for name in ("openmpi", "mpich")]
     lines = [line for line in "".join(texts).splitlines() if line and not line.startswith("#")]
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**dict(line.split("=", 1) for line in lines), **os.environ, "PYTHONPATH": path}
 
 
