@@ -351,9 +351,11 @@ def test_cudnn_is_asked_where_torch_itself_asks_it(monkeypatch: pytest.MonkeyPat
         return int(SDPBackend.CUDNN_ATTENTION.value)
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    q, k, v = (torch.empty(1, heads, 2, 128) for heads in (4, 2, 2))
-    assert cuda.prefers_cudnn(q, k, v, True, 0.3)
-    assert asked == [(id(q), id(k), id(v), None, 0.0, True, {"scale": 0.3, "enable_gqa": True})]
+    for heads in (2, 4):
+        q, k, v = (torch.empty(1, n, 2, 128) for n in (4, heads, heads))
+        assert cuda.prefers_cudnn(q, k, v, True, 0.3)
+        named = {"scale": 0.3, "enable_gqa": heads == 2}
+        assert asked.pop() == (id(q), id(k), id(v), None, 0.0, True, named)
     wide = torch.empty(1, 4, 2, 136)
     assert not cuda.prefers_cudnn(wide, wide, wide, True, 0.3)
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **named: 1)
