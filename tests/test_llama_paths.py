@@ -22,7 +22,15 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.prune import l1_unstructured
 
 import sp_core as sp
-from sp_core.llama import Checkpoint, LlamaConfig, checkpoint, create, load, save
+from sp_core.llama import (
+    Checkpoint,
+    LlamaConfig,
+    byte_tokenizer,
+    checkpoint,
+    create,
+    load,
+    save,
+)
 from sp_core.llama.checkpoint import SINGLE
 from sp_core.llama.config import is_there, read_json
 from sp_core.testing import spmd
@@ -308,6 +316,28 @@ def test_an_empty_folder_stays_when_a_model_is_saved_in_it(comm: Any, tmp_path: 
         gone.rmdir()
         save(model, new / "model")
     assert contents(new / "model") == contents(target)
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the names of files and folders are added when they move."""
+    names, rename = list[str](), Path.rename
+
+    def move(path: Path, target: Path) -> Path:
+        names.append(path.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", move)
+    return names
+
+
+@spmd(1)
+def test_the_configuration_moves_last(comm: Any, moved: list[str], tmp_path: Path) -> None:
+    """So `load` refuses a folder whose save was killed meanwhile."""
+    with mesh_of(comm, 0) as mesh:
+        save(create(CASE.config, mesh), shared(comm, tmp_path), tokenizer=byte_tokenizer())
+    assert {*moved[:-1]} >= {SINGLE, "tokenizer.json"}
+    assert moved[-1] == "config.json"
 
 
 @pytest.fixture(params=[0o027, 0o077])
