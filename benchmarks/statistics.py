@@ -31,6 +31,7 @@ class Interval:
 def exact_interval(values: Sequence[float]) -> Interval:
     """Return the median and its exact interval; the whole range if `MISS` needs more values."""
     ordered, n = sorted(values), len(values)
+    # of all 2**n throws of n coins, how many show fewer than 1, 2, 3, ... heads
     fewer = accumulate(math.comb(n, heads) for heads in range(n // 2))
     k = max((k for k, ways in enumerate(fewer, 1) if ways / 2**n <= MISS), default=1)
     return Interval(ordered[k - 1], statistics.median(ordered), ordered[n - k], n)
