@@ -92,9 +92,9 @@ class Communicator(NotCopied):
             for each in owned:
                 each.Free()
             raise
-        self.window, why = make_window(self.transport, comm, self.device)
+        self.window, why_not = make_window(self.transport, comm, self.device)
         without = "" if self.window else f"it was made with transport={self._asked!r}"
-        self.no_window = why or without
+        self.no_window = why_not or without
 
     @property
     def is_made(self) -> bool:
