@@ -19,6 +19,12 @@ from sp_core.segments import split_ranges
 from sp_core.sharding import Sharding
 
 
+def wide(cost: float) -> float:
+    """Return a cost as an int, Fraction or float: sums of NumPy's short numbers would overflow."""
+    made: float = plain(cost) if isinstance(cost, Rational) else float(cost)
+    return made
+
+
 @dataclass(frozen=True)
 class Work:
     """Count the floating-point operations of a causal sequence of S tokens.
@@ -39,8 +45,7 @@ class Work:
 
     def __post_init__(self) -> None:
         check("p", **vars(self))
-        for name, x in vars(self).items():  # a short float of NumPy would overflow in sums
-            vars(self)[name] = plain(x) if isinstance(x, Rational) else float(x)
+        vars(self).update({name: wide(x) for name, x in vars(self).items()})
         numbers = self.per_token, self.per_pair
         if not (_are_finite(numbers) and any(numbers)):
             raise ShapeError(

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from numbers import Rational
 from typing import Literal
 
 from sp_core import arguments
 from sp_core.errors import ShapeError
+from sp_core.scheduling.assignment import wide
 
 Direction = Literal["F", "B"]
 """Forward or backward."""
@@ -294,11 +294,10 @@ def split_stages(
         raise ShapeError(
             f"{stages} stages were asked for, for {count} layers; each stage needs one. {remedy}"
         )
-    given = (*layers, first, last)
-    costs = [arguments.plain(x) if isinstance(x, Rational) else float(x) for x in given]
+    costs = [wide(x) for x in (*layers, first, last)]
     if wrong := [x for x in costs if not 0 <= x < math.inf]:
         raise ShapeError(f"costs of {wrong[:3]} were given; pass finite costs >= 0.")
-    exact = [*map(Fraction, costs)]
+    exact = [*map(Fraction, costs)]  # add up whole numbers of a unit: Fractions are slow
     unit = math.lcm(*(x.denominator for x in exact))
     *layers, first, last = (int(x * unit) for x in exact)
     before = list(accumulate(layers, initial=0))
