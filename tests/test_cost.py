@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import sp_core as sp
@@ -108,6 +109,13 @@ def test_four_ranks_send_what_was_counted_by_hand(name: str) -> None:
     assert [f"{scheme} {numbers(*each)}" for scheme, each in sent(**change).items()] == [
         line.strip() for line in counted.strip().splitlines()
     ]
+
+
+def test_short_numbers_of_numpy_count_as_those_of_python() -> None:
+    """A product of two of them may be beyond an int8."""
+    names = ("batch", "num_heads", "num_kv_heads", "head_dim", "itemsize")
+    short = dict(zip(names, np.array([2, 6, 3, 5, 2], np.int8), strict=True))
+    assert sent(**short) == sent()
 
 
 @pytest.mark.parametrize("keys", [QUERIES, OTHER], ids=["alike", "other lengths"])

@@ -338,6 +338,14 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
             "run this and read its error: python -c 'from mpi4py import MPI'",
         ),
     ),
+    (
+        importing(RuntimeError("no symbol")),
+        doctor._mpi_problem.__wrapped__,
+        (
+            *("MPI", "broken", "MPI does not start, exit code 1: RuntimeError: no symbol"),
+            "run this and read its error: python -c 'from mpi4py import MPI'",
+        ),
+    ),
     (noded(0, 0, 4), doctor._nodes, ("nodes", "ok", "2; node of each rank: 0 0 4")),
     (
         {"_world": lambda: "world", "_mesh": Mock(side_effect=CollectiveMismatch("not equal"))},
