@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -226,6 +227,21 @@ def test_messages_of_a_group_are_packed_only_if_there_are_several() -> None:
     assert made.start(operation("all_reduce", 0, 4, (0,)), a[:0], b[:0]).test()
     made._say.assert_called_with("all_reduce by torch.distributed")
     group.allreduce.assert_not_called()
+
+
+def test_a_barrier_of_a_group_waits_for_every_rank() -> None:
+    store, came = HashStore(), threading.Event()
+
+    def arrived(rank: int) -> bool:
+        comm = GroupComm(store, "all", rank, 2, timedelta(seconds=30))
+        if rank:
+            time.sleep(0.2)
+            came.set()
+        comm.Barrier()
+        return came.is_set()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(arrived, range(2)))
 
 
 def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
