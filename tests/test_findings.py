@@ -54,6 +54,7 @@ UNUSABLE = (
     "or another device; please report what you see"
 )
 SAME = "start all ranks with the same SP_TRANSPORT, SP_ALGORITHM and SP_NODES"
+READ_IT = "run this and read its error: python -c 'from mpi4py import MPI'"
 SERIALIZE = (
     "backward on CUDA calls MPI from a thread of its own: "
     "unset MPI4PY_RC_THREAD_LEVEL, or set it to serialized"
@@ -330,21 +331,16 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
             "export HOME=/tmp",
         ),
     ),
-    (
-        probed(-6, "a\nAborted"),
-        doctor._mpi_problem.__wrapped__,
+    *(
         (
-            *("MPI", "broken", "MPI does not start, exit code -6: Aborted"),
-            "run this and read its error: python -c 'from mpi4py import MPI'",
-        ),
-    ),
-    (
-        importing(RuntimeError("no symbol")),
-        doctor._mpi_problem.__wrapped__,
-        (
-            *("MPI", "broken", "MPI does not start, exit code 1: RuntimeError: no symbol"),
-            "run this and read its error: python -c 'from mpi4py import MPI'",
-        ),
+            here,
+            doctor._mpi_problem.__wrapped__,
+            ("MPI", "broken", f"MPI does not start, exit code {said}", READ_IT),
+        )
+        for here, said in (
+            (probed(-6, "a\nAborted"), "-6: Aborted"),
+            (importing(RuntimeError("no symbol")), "1: RuntimeError: no symbol"),
+        )
     ),
     (noded(0, 0, 4), doctor._nodes, ("nodes", "ok", "2; node of each rank: 0 0 4")),
     (

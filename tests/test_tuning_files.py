@@ -133,7 +133,19 @@ def everywhere(found: Any, value: object) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "text",
-    ["null", "-1", "1e999", "NaN", "1" * 400, "2.5", '"2.5"', '"x"', "[]", "{}", "[" * 10**5 + "]" * 10**5],
+    [
+        "null",
+        "-1",
+        "1e999",
+        "NaN",
+        "1" * 400,
+        "2.5",
+        '"2.5"',
+        '"x"',
+        "[]",
+        "{}",
+        "[" * 10**5 + "]" * 10**5,
+    ],
     ids=lambda text: text[:9],
 )
 def test_a_file_with_any_value_anywhere_is_refused_or_gives_numbers(
