@@ -122,6 +122,14 @@ def test_alibi_depends_on_distances_alone_however_far_the_positions() -> None:
     assert torch.equal(near, far)
 
 
+def test_a_tile_whose_biases_are_all_minus_infinity_adds_nothing() -> None:
+    x = torch.randn(1, 512, 1, 8, requires_grad=True)
+    out = attention_of(x, x, x, mask=Mask(causal=True), alibi=(1e38,))
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(out, x)
+    assert grad.isfinite().all()
+
+
 def test_a_head_without_a_sink_has_a_gradient_where_nothing_is_seen() -> None:
     sinks = torch.tensor([-torch.inf, 1.0], requires_grad=True)
     q, k, v = torch.randn(3, 1, 3, 2, 8)
