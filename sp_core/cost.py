@@ -68,6 +68,7 @@ class Attention:
         needs_grad: which of q, k and v have gradients.
         lse_grad: whether a gradient flows into the log-sum-exp.
         shared: whether ranks read keys and values in memory that they share.
+        sinks_grad: whether sinks have a gradient.
     """
 
     sharding: Sharding
@@ -82,6 +83,7 @@ class Attention:
     needs_grad: tuple[bool, bool, bool] = (True, True, True)
     lse_grad: bool = False
     shared: bool = False
+    sinks_grad: bool = False
 
     def __post_init__(self) -> None:
         vars(self).update({name: plain(value) for name, value in vars(self).items()})
@@ -118,7 +120,7 @@ def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
     The forward moves keys and values (`keys`). The backward moves them again if any gradient is
     needed. If k or v needs a gradient, it also moves the gradients of keys and values (`sums`).
     """
-    backward = keys if any(problem.needs_grad) else Traffic()
+    backward = keys if problem.sinks_grad or any(problem.needs_grad) else Traffic()
     return keys, backward + sums if any(problem.needs_grad[1:]) else backward
 
 
@@ -229,7 +231,7 @@ def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
     forward = unit * (there + kv_there + home) + lse_unit * home * problem.return_lse
     q_back, kv_back, _ = _through_exchange(whole, problem)
     backward = unit * (q_back * home + kv_back * kv_home)
-    if any(problem.needs_grad):
+    if problem.sinks_grad or any(problem.needs_grad):
         backward += unit * there + lse_unit * there * problem.lse_grad
     return Traffic(0, forward), Traffic(0, backward)
 

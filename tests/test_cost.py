@@ -68,6 +68,15 @@ SENT: dict[str, tuple[dict[str, Any], str]] = {
         hybrid 1 480 3 1440, 1 360 3 840, 1 480 3 1320, 1 240 3 840
         """,
     ),
+    "for sinks": (
+        {"kv_sharding": OTHER, "needs_grad": (False,) * 3, "sinks_grad": True},
+        """
+        allgather_kv 0 720 0 720, 0 360 0 360, 0 0 0 0, 0 1080 0 1080
+        ring 2 600 2 600, 3 720 3 720, 1 120 1 120, 2 480 2 480
+        ulysses 0 560 0 160, 0 400 0 80, 0 360 0 300, 0 480 0 0
+        hybrid 1 480 1 320, 1 360 1 200, 1 360 1 360, 1 480 1 120
+        """,
+    ),
     "for none": (
         {"needs_grad": (False,) * 3, "return_lse": True},
         """
