@@ -104,13 +104,12 @@ Both = tuple[Traffic, Traffic]
 
 def allgather_kv(problem: Attention, rank: int) -> Both:
     """Return the traffic of `rank` in `allgather_kv_attention`: (forward, backward)."""
-    others = [other for other in range(problem.kv_sharding.size) if other != rank]
+    own = problem.kv_block(problem.kv_sharding.local_len(rank), problem.itemsize)
     lengths = problem.kv_sharding.lengths
-    tokens = [lengths[other] for other in others]
+    tokens = [length for other, length in enumerate(lengths) if other != rank]
     gathered, summed = (_blocks(problem, tokens, size) for size in (problem.itemsize, problem.wide))
     if not problem.shared:
-        own = problem.kv_block(lengths[rank], problem.itemsize)
-        gathered = Traffic(0, len(others) * own)
+        gathered = Traffic(0, len(tokens) * own)
     return _both(problem, gathered, Traffic(0, summed.bytes_sent))
 
 
@@ -141,6 +140,7 @@ def ring(problem: Attention, rank: int) -> Both:
     more, back to the rank that owns the block. With `problem.shared` only blocks that `rank` sees
     are read.
     """
+    problem.sharding.local_len(rank)  # refuses a rank that does not exist
     seen_by = problem.sharding, problem.kv_sharding, problem.mask
     way, size, rank = hops(*seen_by), problem.sharding.size, plain(rank)
     if problem.shared:
@@ -171,22 +171,25 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
         ring_rank, ulysses_rank: the rank's index along each axis.
         groups: for each index along the ring, the ranks of `problem` that exchange heads there.
     """
+    sharding, kv_sharding = (x.group(groups) for x in (problem.sharding, problem.kv_sharding))
+    sharding.local_len(ring_rank)  # refuses a rank that does not exist
     mine = groups[ring_rank]
     inside = replace(
         problem,
         sharding=Sharding(tuple(problem.sharding.segments[rank] for rank in mine)),
         kv_sharding=Sharding(tuple(problem.kv_sharding.segments[rank] for rank in mine)),
     )
+    exchanged = _exchange(inside, ulysses_rank, problem)
     _, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, len(mine))
     around = replace(
         problem,
-        sharding=problem.sharding.group(groups),
-        kv_sharding=problem.kv_sharding.group(groups),
+        sharding=sharding,
+        kv_sharding=kv_sharding,
         num_kv_heads=len(kv_heads[ulysses_rank]),
         needs_grad=_through_exchange(problem, inside),
     )
-    parts = _exchange(inside, ulysses_rank, problem), ring(around, ring_rank)
-    forward, backward = (one + other for one, other in zip(*parts, strict=True))
+    parts = zip(exchanged, ring(around, ring_rank), strict=True)
+    forward, backward = (one + other for one, other in parts)
     return forward, backward
 
 
