@@ -232,6 +232,16 @@ def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
     assert merge(out.bfloat16(), lse, *nothing)[0].dtype == torch.float32
 
 
+def test_exchanging_the_parts_of_a_merge_changes_nothing_if_one_lse_is_float64() -> None:
+    a, b = (
+        (torch.randn(2, 3, 4), torch.randn(2, 3).to(dtype))
+        for dtype in (torch.float32, torch.float64)
+    )
+    for one, other in zip(merge(*a, *b), merge(*b, *a), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("empty", range(3))
 def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int) -> None:
     """With an empty batch, no queries or no keys the fused kernel would end the process."""
