@@ -171,8 +171,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a function of a prompt's number and a token, or None",
     ),
     "softmax_scale": (
-        lambda value: value is None or _is_number(value),
-        "a finite number, at most 3.4e38 in magnitude, or None for 1/sqrt(head_dim)",
+        lambda value: value is None or (_is_number(value) and not 0 < abs(float(value)) < _LEAST),
+        "0, a number from 1.2e-38 to 3.4e38 in magnitude, or None for 1/sqrt(head_dim)",
     ),
     "softcap": (
         lambda value: value is None or (_is_number(value) and float(value) >= _LEAST),

@@ -68,6 +68,7 @@ class Attention:
         needs_grad: which of q, k and v have gradients.
         lse_grad: whether a gradient flows into the log-sum-exp.
         shared: whether ranks read keys and values in memory that they share.
+        sinks_grad: whether sinks have a gradient.
     """
 
     sharding: Sharding
@@ -82,6 +83,7 @@ class Attention:
     needs_grad: tuple[bool, bool, bool] = (True, True, True)
     lse_grad: bool = False
     shared: bool = False
+    sinks_grad: bool = False
 
     def __post_init__(self) -> None:
         vars(self).update({name: plain(value) for name, value in vars(self).items()})
@@ -102,13 +104,12 @@ Both = tuple[Traffic, Traffic]
 
 def allgather_kv(problem: Attention, rank: int) -> Both:
     """Return the traffic of `rank` in `allgather_kv_attention`: (forward, backward)."""
-    others = [other for other in range(problem.kv_sharding.size) if other != rank]
+    own = problem.kv_block(problem.kv_sharding.local_len(rank), problem.itemsize)
     lengths = problem.kv_sharding.lengths
-    tokens = [lengths[other] for other in others]
+    tokens = [length for other, length in enumerate(lengths) if other != rank]
     gathered, summed = (_blocks(problem, tokens, size) for size in (problem.itemsize, problem.wide))
     if not problem.shared:
-        own = problem.kv_block(lengths[rank], problem.itemsize)
-        gathered = Traffic(0, len(others) * own)
+        gathered = Traffic(0, len(tokens) * own)
     return _both(problem, gathered, Traffic(0, summed.bytes_sent))
 
 
@@ -118,7 +119,7 @@ def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
     The forward moves keys and values (`keys`). The backward moves them again if any gradient is
     needed. If k or v needs a gradient, it also moves the gradients of keys and values (`sums`).
     """
-    backward = keys if any(problem.needs_grad) else Traffic()
+    backward = keys if problem.sinks_grad or any(problem.needs_grad) else Traffic()
     return keys, backward + sums if any(problem.needs_grad[1:]) else backward
 
 
@@ -139,6 +140,7 @@ def ring(problem: Attention, rank: int) -> Both:
     more, back to the rank that owns the block. With `problem.shared` only blocks that `rank` sees
     are read.
     """
+    problem.sharding.local_len(rank)  # refuses a rank that does not exist
     seen_by = problem.sharding, problem.kv_sharding, problem.mask
     way, size, rank = hops(*seen_by), problem.sharding.size, plain(rank)
     if problem.shared:
@@ -169,22 +171,25 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
         ring_rank, ulysses_rank: the rank's index along each axis.
         groups: for each index along the ring, the ranks of `problem` that exchange heads there.
     """
+    sharding, kv_sharding = (x.group(groups) for x in (problem.sharding, problem.kv_sharding))
+    sharding.local_len(ring_rank)  # refuses a rank that does not exist
     mine = groups[ring_rank]
     inside = replace(
         problem,
         sharding=Sharding(tuple(problem.sharding.segments[rank] for rank in mine)),
         kv_sharding=Sharding(tuple(problem.kv_sharding.segments[rank] for rank in mine)),
     )
+    exchanged = _exchange(inside, ulysses_rank, problem)
     _, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, len(mine))
     around = replace(
         problem,
-        sharding=problem.sharding.group(groups),
-        kv_sharding=problem.kv_sharding.group(groups),
+        sharding=sharding,
+        kv_sharding=kv_sharding,
         num_kv_heads=len(kv_heads[ulysses_rank]),
         needs_grad=_through_exchange(problem, inside),
     )
-    parts = _exchange(inside, ulysses_rank, problem), ring(around, ring_rank)
-    forward, backward = (one + other for one, other in zip(*parts, strict=True))
+    parts = zip(exchanged, ring(around, ring_rank), strict=True)
+    forward, backward = (one + other for one, other in parts)
     return forward, backward
 
 
@@ -229,7 +234,7 @@ def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
     forward = unit * (there + kv_there + home) + lse_unit * home * problem.return_lse
     q_back, kv_back, _ = _through_exchange(whole, problem)
     backward = unit * (q_back * home + kv_back * kv_home)
-    if any(problem.needs_grad):
+    if problem.sinks_grad or any(problem.needs_grad):
         backward += unit * there + lse_unit * there * problem.lse_grad
     return Traffic(0, forward), Traffic(0, backward)
 

@@ -147,6 +147,14 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
     ),
     (lambda: arguments.check(dim="x" * 78), TypeError(f"dim={'x' * 78!r} was given; pass")),
     (lambda: arguments.check(softmax_scale=torch.finfo(torch.float32).max), None),
+    (lambda: arguments.check(softmax_scale=-torch.finfo(torch.float32).tiny), None),
+    (
+        lambda: arguments.check(softmax_scale=1e-46),
+        TypeError(
+            "softmax_scale=1e-46 was given; pass 0, a number from 1.2e-38 to 3.4e38 in magnitude, "
+            "or None for 1/sqrt(head_dim)."
+        ),
+    ),
     (lambda: arguments.check_positive(chunk=None, count=1), None),
     (lambda: arguments.check_positive(chunk=2**62), None),
     (

@@ -122,6 +122,14 @@ def test_alibi_depends_on_distances_alone_however_far_the_positions() -> None:
     assert torch.equal(near, far)
 
 
+def test_a_tile_whose_biases_are_all_minus_infinity_adds_nothing() -> None:
+    x = torch.randn(1, 512, 1, 8, requires_grad=True)
+    out = attention_of(x, x, x, mask=Mask(causal=True), alibi=(1e38,))
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(out, x)
+    assert grad.isfinite().all()
+
+
 def test_a_head_without_a_sink_has_a_gradient_where_nothing_is_seen() -> None:
     sinks = torch.tensor([-torch.inf, 1.0], requires_grad=True)
     q, k, v = torch.randn(3, 1, 3, 2, 8)
@@ -222,6 +230,16 @@ def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
         assert torch.equal(merged[1], lse)
     assert merge(*nothing, *nothing)[0].eq(0).all()
     assert merge(out.bfloat16(), lse, *nothing)[0].dtype == torch.float32
+
+
+def test_exchanging_the_parts_of_a_merge_changes_nothing_if_one_lse_is_float64() -> None:
+    a, b = (
+        (torch.randn(2, 3, 4), torch.randn(2, 3).to(dtype))
+        for dtype in (torch.float32, torch.float64)
+    )
+    for one, other in zip(merge(*a, *b), merge(*b, *a), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("empty", range(3))

@@ -1,6 +1,8 @@
 """Compare the formulas of `cost` with numbers that were counted by hand."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,15 @@ SENT: dict[str, tuple[dict[str, Any], str]] = {
         hybrid 1 480 3 1440, 1 360 3 840, 1 480 3 1320, 1 240 3 840
         """,
     ),
+    "for sinks": (
+        {"kv_sharding": OTHER, "needs_grad": (False,) * 3, "sinks_grad": True},
+        """
+        allgather_kv 0 720 0 720, 0 360 0 360, 0 0 0 0, 0 1080 0 1080
+        ring 2 600 2 600, 3 720 3 720, 1 120 1 120, 2 480 2 480
+        ulysses 0 560 0 160, 0 400 0 80, 0 360 0 300, 0 480 0 0
+        hybrid 1 480 1 320, 1 360 1 200, 1 360 1 360, 1 480 1 120
+        """,
+    ),
     "for none": (
         {"needs_grad": (False,) * 3, "return_lse": True},
         """
@@ -127,6 +138,21 @@ def test_gradients_of_keys_travel_with_those_of_values(keys: sp.Sharding, learns
         for needed in ((True, True), (True, False), (False, True))
     )
     assert both == k == v
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_the_traffic_of_a_rank_that_does_not_exist_is_refused(rank: int, shared: bool) -> None:
+    problem = cost.Attention(QUERIES, QUERIES, sp.Mask(), 2, 6, 3, 5, 2, shared=shared)
+    groups = [[0, 1], [2, 3]]
+    calls: list[Callable[[], cost.Both]] = [
+        *(partial(each, problem, rank) for each in (cost.allgather_kv, cost.ring, cost.ulysses)),
+        *(partial(cost.hybrid, problem, *place, groups) for place in ((rank, 0), (0, rank))),
+        partial(cost.tp_sp, QUERIES, rank, 2, 5, 2),
+    ]
+    for call in calls:
+        with pytest.raises(sp.ShapeError, match=f"rank {rank}"):
+            call()
 
 
 def test_a_pair_of_parallel_layers_sends_what_was_counted_by_hand() -> None:

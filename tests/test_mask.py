@@ -214,6 +214,7 @@ def test_positions_and_windows_are_exact_up_to_2_to_the_62() -> None:
         assert Mask(True, window).allowed([far - 1], [0]).item() is sees
         assert Mask(False, window).allowed([0], [far - 1]).item() is sees
     assert Mask().allowed([far - 1], [1 - far]).item()
+    assert Mask().allowed(range(far - 1, far), range(1 - far, -far, -1)).item()
     assert Mask(documents=(0, 1, far)).allowed([0, 1], [far - 1]).tolist() == [[False], [True]]
 
 

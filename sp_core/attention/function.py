@@ -55,7 +55,9 @@ def local_attention(
     Returns:
         out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider.
         With sinks, lse includes them. A query that sees no key gets out = 0, lse = -inf (with
-        sinks: the sink of its head) and no gradient. Differentiable once.
+        sinks: the sink of its head) and no gradient. Differentiable once. Results are undefined,
+        and differ between schemes, if all scores of a query and one block of keys are below
+        -3.4e38.
 
     Raises:
         ShapeError: shapes do not fit together, the numbers of positions and of tokens differ, the

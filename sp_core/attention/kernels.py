@@ -323,11 +323,12 @@ def _plain(
         scores = _masked(scores, visible, logits.at(rows, keys))
         # Not exp(scores - logsumexp): such weights add up to 1 only within the round-off of the
         # greatest score, which the difference dO v^T - rowsum(dO * out) in the backward exposes.
-        peak = scores.amax(-1, keepdim=True)
+        # A row of -inf, as steep ALiBi slopes make, would be NaN without the bound.
+        peak = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
         e = scores.sub_(peak).exp_()
         total = e.sum(-1, keepdim=True)
         lse[:, :, rows] = total.log().add_(peak).view(part.shape[:3])
-        out[:, :, rows] = _ungrouped((e @ v_).div_(total), part)
+        out[:, :, rows] = _ungrouped((e @ v_).div_(total.clamp_min_(1.0)), part)
     return out, lse
 
 

@@ -89,8 +89,8 @@ class Logits:
             unknown: any other keyword argument, which is refused.
 
         Raises:
-            TypeError: softmax_scale is not a finite number, softcap is below 1.2e-38, sinks is no
-                tensor, alibi is not finite numbers, or an unknown argument is given.
+            TypeError: softmax_scale is neither 0 nor a normal float32, softcap is below 1.2e-38,
+                sinks is no tensor, alibi is not finite numbers, or an unknown argument is given.
             ShapeError, DtypeError, DeviceError: sinks or alibi do not fit q.
             ValueError: alibi requires a gradient.
         """

@@ -55,7 +55,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
             f"(..., Sq, D) of out and its (..., Sq) of lse."
         )
     dtype = accumulation_dtype(torch.promote_types(out_a.dtype, out_b.dtype))
-    wide = torch.promote_types(dtype, lse_a.dtype)
+    wide = torch.promote_types(dtype, torch.promote_types(lse_a.dtype, lse_b.dtype))
     out = out_a.to(dtype, copy=True)
     unseen = (lse_a == -torch.inf) & (lse_b == -torch.inf)
     # The derivatives of -inf - -inf would be NaN. Any weight will do there: both outs are 0.

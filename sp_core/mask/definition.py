@@ -164,9 +164,12 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 
     Raises:
         ShapeError: a tensor that is not one-dimensional.
-        TypeError: positions that are not integers.
+        TypeError: positions that are not integers, or a list or range with one of 2**62 or more in
+            magnitude. Values of a tensor are not checked, because that would wait for a GPU.
     """
     if isinstance(positions, range):
+        if positions and max(abs(positions[0]), abs(positions[-1])) >= FAR64:
+            raise _unfit(positions)
         tensor = positions.start + positions.step * torch.arange(
             len(positions), device=device or "cpu"
         )
@@ -184,10 +187,7 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
         if items is positions or not all(
             _is_whole(item) and abs(index(item)) < FAR64 for item in items
         ):
-            raise TypeError(
-                f"positions are {items!s:.80}, needed integers below 2**62 in a list; pass global "
-                f"token positions"
-            )
+            raise _unfit(items)
         tensor = torch.tensor([*map(index, items)], dtype=torch.int64, device=device or "cpu")
     if tensor.dim() != 1:
         raise ShapeError(
@@ -195,6 +195,14 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
             f"the whole batch"
         )
     return tensor
+
+
+def _unfit(positions: object) -> TypeError:
+    """Return the error for positions that are not integers below 2**62."""
+    return TypeError(
+        f"positions are {positions!s:.80}, needed integers below 2**62 in a list; pass global "
+        f"token positions"
+    )
 
 
 def _is_whole(value: Any) -> bool:

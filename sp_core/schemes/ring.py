@@ -82,7 +82,8 @@ def ring_attention(
         is passed on up to the last rank that sees any of its keys. So a sliding window or documents
         make fewer messages. They make shorter ones, too. Of each range of positions in a document,
         only the keys from the first to the last that another rank sees are sent. But blocks are
-        sent whole if `sharding` or `kv_sharding` is striped, or one rank has all queries.
+        sent whole if a shard of `sharding` or `kv_sharding` has positions with a constant step
+        above 1, as in a striped one. So they are if a single range of positions has all queries.
         In the backward a rank sends the same messages, and up to P messages of as many elements in
         float32 or wider. A single rank sends nothing.
 

@@ -87,7 +87,10 @@ ROWS: list[Row] = [
     *(
         (TypeError, "positions are .*, needed integers", partial(ROPE.apply, ONES, wrong))
         for wrong in list[Any](
-            [HERE, 3, [torch.ones(2)], np.array([[0], [1]]), [torch.tensor(0.5)]]
+            [
+                *(HERE, 3, [torch.ones(2)], np.array([[0], [1]]), [torch.tensor(0.5)]),
+                *(range(2**62 - 3, 2**62 + 1), range(3 - 2**62, -1 - 2**62, -1), range(2**64)),
+            ]
         )
     ),
     (ValueError, "base", partial(sp.Rope, 4, base=0.0)),

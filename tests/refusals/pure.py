@@ -312,7 +312,9 @@ ROWS: list[Row] = [
             ("a Mask is needed", {"mask": True}),
             ("a Mask is needed", {"mask": torch.ones(3, 3)}),
             ("return_lse='no'", {"return_lse": "no"}),
-            (r"pass a finite number, at most 3\.4e38", {"softmax_scale": 1e39}),
+            (r"pass 0, a number from 1\.2e-38 to 3\.4e38", {"softmax_scale": 1e39}),
+            ("pass 0, a number from 1", {"softmax_scale": 1e-38}),
+            ("pass 0, a number from 1", {"softmax_scale": -1e-46}),
         )
     ),
     *(
