@@ -72,7 +72,7 @@ venv=${SP_VENV:-${TMPDIR:-/tmp}/sp_core-gpu-$UID}
 results=$(mktemp -d)
 child=
 trap 'rm -rf "$results"' EXIT
-trap '[[ -z $child ]] || { kill "$child"; wait "$child"; } 2>/dev/null || true; exit 143' TERM INT
+trap '[[ -z $child ]] || { kill "$child"; wait "$child"; } 2>/dev/null || true; exit 143' TERM INT HUP
 failed=()
 options=("${sizes[@]}" -- "${cases[@]}" -- "${tests[@]}" -- "${gathered[@]}" -- "${attention[@]}")
 named=('(' -name '*.py' -o -name gpu.sh -o -name "env.$mpi" ')')

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -113,7 +114,10 @@ def test_the_gpu_command_makes_its_environment_again_for_another_python_torch_or
     assert len([line for line in called(gpu) if " install " in line]) == 4
 
 
-def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_gpu_command_goes_on_with_what_has_not_ended_well(
+    number: signal.Signals, gpu: dict[str, str]
+) -> None:
     """A later call repeats steps that failed, took too long or were interrupted, and no others."""
     steps = "table smoke ipc threads"
     told = gpu_steps(
@@ -125,7 +129,7 @@ def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str
     with subprocess.Popen(list(map(str, words)), env={**gpu, "SLOW": "scaling"}) as call:
         while not any("scaling" in line for line in called(gpu)[6:]):
             time.sleep(0.01)
-        call.terminate()
+        call.send_signal(number)
     assert call.returncode == 143
     told = gpu_steps(gpu, steps)
     done = [line.split(":")[0] for line in told.splitlines() if line.endswith("done before")]
