@@ -308,8 +308,8 @@ def _signals_held_back() -> Iterator[None]:
 def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequence[str] = ()) -> int:
     """Run a command on several ranks until it ends or its time limit is reached.
 
-    If the launch has to be ended, print a report on standard error and write the JUnit file that
-    pytest could not write.
+    If the launch has to be ended or is interrupted, print a report on standard error and write the
+    JUnit file that pytest could not write.
 
     Args:
         ranks: number of ranks.
@@ -352,6 +352,13 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
                 print(text, file=sys.stderr, flush=True)
             elif ended and not (launch.run_dir / STARTED).exists():
                 print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
+        except (KeyboardInterrupt, SystemExit):
+            if launch and (tests := results.told(launch.run_dir)):
+                text = "\n".join(["the launch was interrupted", *tests])
+                with suppress(OSError):  # a terminal that was closed
+                    results.write_junit(launch.run_dir, text)
+                    print(text, file=sys.stderr, flush=True)
+            raise
         finally:
             with _signals_held_back():
                 if launch:
