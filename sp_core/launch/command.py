@@ -281,7 +281,7 @@ def _handled(numbers: Iterable[int], handle: Callable[[int, object], object]) ->
             signal.signal(number, handler)
 
 
-def on_ending(handle: Callable[[int, object], object]) -> AbstractContextManager[None]:
+def on_ending(handle: Callable[..., object]) -> AbstractContextManager[None]:
     """Call `handle` for signals that would end this process only, so that it can end the ranks.
 
     A signal that is ignored, as under `nohup`, stays ignored.

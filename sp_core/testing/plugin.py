@@ -104,8 +104,8 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Add pytest-mpi's marker `mpi` to tests that run on ranks, if the session uses MPI.
 
-    A test marked `mpi_skip` or `mpi_break` gets no marker, so `--only-mpi` skips it, too. One marked
-    `mpi_xfail` is expected to fail under `--only-mpi`, too.
+    A test marked `mpi_skip` or `mpi_break` gets no marker, so `--only-mpi` skips it, too. A test
+    marked `mpi_xfail` is expected to fail under `--only-mpi`, too.
 
     Let tests of `given` and `spmd` use function-scoped fixtures: suppress Hypothesis' health check
     `function_scoped_fixture`.
