@@ -46,6 +46,7 @@ SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
 """Use one process more than cores, because some tests wait. A second one was no quicker."""
 
 NOTHING_CHOSEN = 5  # pytest's exit code
+PATIENCE: Any = {"interrupt_timeout": 60, "terminate_timeout": 30}  # seconds after Ctrl-C
 HELPED = bool({"-h", "--help", "--show"} & {*sys.argv})
 PEERS_NEED = ("transformers", "accelerate", "einops", "hjson", "msgpack", "psutil", "pydantic")
 AMONG_PEERS: Any = {"packages": PEERS_NEED, "others": ("deepspeed",)}
@@ -81,16 +82,12 @@ PROGRAMS = {
         "benchmarks counters",
         variables={"SP_TUNING": "off"},
     ),
-    "compare": Program(
-        "Decide whether a commit made a case slower: `-- BASE [HEAD]`.", "benchmarks compare"
-    ),
+    "compare": Program("Tell whether a commit is slower: `-- BASE [HEAD]`.", "benchmarks compare"),
     "bench_selftest": Program(
         "Compare a commit with itself, and with a copy that does more work on one rank.",
         "benchmarks bench_selftest",
     ),
-    "report": Program(
-        "Show benchmark records as tables and plots: `-- RECORDS.jsonl...`.", "benchmarks report"
-    ),
+    "report": Program("Show records as tables and plots: `-- RECORDS...`.", "benchmarks report"),
     "history": Program(
         "Plot times over commits, and print where their level changed: `-- RECORDS.jsonl`.",
         "benchmarks report --history",
@@ -138,9 +135,7 @@ PROGRAMS = {
         packages=PEERS_NEED,
         others=("deepspeed", "yunchang", "ring-flash-attn", "megatron-core"),
     ),
-    "train": Program(
-        "Train a LLaMA on each mesh of 1 to 4 ranks; compare with one rank.", "benchmarks train"
-    ),
+    "train": Program("Train a LLaMA on each mesh of 1 to 4 ranks.", "benchmarks train"),
     "hf": Program(
         "Compare LLaMA and `parallelize` with transformers. Arguments go to pytest.",
         "pytest tests/hf",
@@ -189,7 +184,7 @@ def register(name: str, program: Program) -> None:
             usual = program.command.split()
             if any(word.startswith("tests/") for word in arguments):  # then not their whole folder
                 usual = [word for word in usual if "/" not in word]
-            session.run(python, "-m", *usual, *arguments, env=dict(program.variables))
+            session.run(python, "-m", *usual, *arguments, env=dict(program.variables), **PATIENCE)
 
     run.__doc__ = program.text
     nox.session(name=name)(run)
@@ -217,11 +212,13 @@ def tests(session: nox.Session, mpi: str) -> None:
         *(*pytest, *SPREAD, *UNENDED, *_junit(f"{mpi}-threads"), *chosen, *named),
         env={"SP_PROFILE": os.environ.get("SP_PROFILE", "quick")},
         success_codes=[0, NOTHING_CHOSEN] if named else [0],  # they may exist under mpiexec only
+        **PATIENCE,
     )
     ranks = ("--only-mpi", "--sp-expect-ranks", str(RANKS), *_junit(f"{mpi}-ranks"))
     session.run(
         *(pytest[0], *launch, *pytest, *ranks, *left_out, *named),
         env={"SP_PROFILE": os.environ.get("SP_PROFILE", "brief")},
+        **PATIENCE,
     )
 
 
@@ -241,8 +238,8 @@ def torchrun(session: nox.Session, processes: int) -> None:
     run = f"python -m torch.distributed.run --nproc-per-node {processes} -m pytest -p kit.torchrun"
     named = any(word.startswith("tests/") for word in session.posargs)
     files = [] if named else [f"tests/{name}.py" for name in OVER_GLOO]
-    variables = {"PYTHONPATH": "tests", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    session.run(*run.split(), "--hypothesis-seed=0", *session.posargs, *files, env=variables)
+    session.env.update(PYTHONPATH="tests", PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
+    session.run(*run.split(), "--hypothesis-seed=0", *session.posargs, *files, **PATIENCE)
 
 
 @nox.session
@@ -251,7 +248,8 @@ def gpu(session: nox.Session) -> None:
     script, wheels = ROOT / "ci" / "gpu.sh", REPORTS / "wheels"
     ours, theirs = _prepare(session, MPIS[0]), shutil.which(os.environ.get("SP_TORCH", "python3"))
     session.run(script, "wheels", wheels, "{}.{}".format(*sys.version_info), env={"PYTHON": ours})
-    session.run(script, wheels, REPORTS / "gpu", " ".join(session.posargs), env={"PYTHON": theirs})
+    chosen = {"env": {"PYTHON": theirs}, **PATIENCE}
+    session.run(script, wheels, REPORTS / "gpu", " ".join(session.posargs), **chosen)
 
 
 @nox.session
@@ -268,9 +266,10 @@ def explore(session: nox.Session) -> None:
         python = _prepare(session, mpi)
         session.env.update(SP_PROFILE="explore", SP_EXAMPLES=str(options.examples))
         if part == 0:
-            session.run(python, *suite, *SPREAD)
+            session.run(python, *suite, *SPREAD, **PATIENCE)
         session.env["SP_EXAMPLES"] = str(options.examples // 10)
-        session.run(python, *launch, python, *suite, "--only-mpi", "--sp-expect-ranks", "8")
+        ranks = (*launch, python, *suite, "--only-mpi", "--sp-expect-ranks", "8")
+        session.run(python, *ranks, **PATIENCE)
     session.notify("domains", ["--seed", options.seed])
 
 

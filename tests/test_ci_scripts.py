@@ -189,6 +189,7 @@ def test_the_steps_of_the_gpu_session_are_one_argument(
     session = Mock(posargs=words)
     names["gpu"](session)
     assert session.run.call_args.args[2:] == (names["REPORTS"] / "gpu", steps)
+    assert session.run.call_args.kwargs["interrupt_timeout"] >= 60
 
 
 @pytest.mark.parametrize(
@@ -202,18 +203,21 @@ def test_the_steps_of_the_gpu_session_are_one_argument(
         ("pages", [], ["tests/pages"]),
         ("report", ["reports/a.jsonl"], ["benchmarks", "report", "reports/a.jsonl"]),
         ("torchrun 2", ["tests/test_mesh.py", "-x"], ["tests/test_mesh.py"]),
+        ("explore", ["--mpi", "mpich"], ["tests", "tests"]),
     ],
 )
-def test_only_the_named_tests_run(
+def test_only_the_named_tests_run_and_ctrl_c_leaves_them_time_to_end(
     name: str, given: list[str], paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nox kills a program half a second after Ctrl-C if it is not told otherwise."""
     names = noxfile(monkeypatch)
     names["_prepare"].__globals__["_prepare"] = Mock(return_value="python")
-    session = Mock(posargs=given)
+    session = Mock(posargs=given, env={})
     name, *mpi = name.split()
     names[name](session, *mpi)
     words = [str(word) for call in session.run.mock_calls for word in call.args]
     assert [word for word in words if re.match("tests|benchmarks|report|every", word)] == paths
+    assert all(call.kwargs["interrupt_timeout"] >= 60 for call in session.run.mock_calls)
 
 
 def test_options_alone_leave_torchrun_its_files(monkeypatch: pytest.MonkeyPatch) -> None:

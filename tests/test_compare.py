@@ -181,6 +181,7 @@ def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     git(folder, "checkout", "--quiet", "side")
     commit(folder, "side", file2="x")
     monkeypatch.setattr(command, "ROOT", folder)
+    monkeypatch.setattr(command, "REPORTS", folder / "reports")
     return folder
 
 
@@ -226,6 +227,7 @@ def test_worktrees_go_however_the_block_ends(end: type[BaseException], repositor
     pair = stack.enter_context(sides(*hashes, ("main", "side")))
     roots = [side.root for side in pair]
     for root, side, ref, sha in zip(roots, pair, ("main", "side"), hashes, strict=True):
+        assert root.parents[1] == repository / "reports"  # which ranks on other nodes see
         assert (side.ref, side.sha) == (ref, sha)
         assert (root / "file0").exists()
         assert (root / "file2").exists() == (ref == "side")

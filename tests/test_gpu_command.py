@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -103,6 +104,7 @@ def test_the_gpu_command_makes_its_environment_again_for_another_python_torch_or
     other = shutil.copy(gpu["PYTHON"], tmp_path / "other")
     for changed in ({}, {"PYTHON": str(other)}, {"TORCH": "2.13"}):
         gpu.update(changed)
+        Path(gpu["OUT"], "sp_core-gpu.tar.gz").unlink(missing_ok=True)
         gpu_steps(gpu, "table")
     Path(gpu["WHEELS"], "mpi4py-4-py3-none-any.whl").touch()
     gpu_steps(gpu, "table")
@@ -112,7 +114,10 @@ def test_the_gpu_command_makes_its_environment_again_for_another_python_torch_or
     assert len([line for line in called(gpu) if " install " in line]) == 4
 
 
-def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_gpu_command_goes_on_with_what_has_not_ended_well(
+    number: signal.Signals, gpu: dict[str, str]
+) -> None:
     """A later call repeats steps that failed, took too long or were interrupted, and no others."""
     steps = "table smoke ipc threads"
     told = gpu_steps(
@@ -124,7 +129,7 @@ def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str
     with subprocess.Popen(list(map(str, words)), env={**gpu, "SLOW": "scaling"}) as call:
         while not any("scaling" in line for line in called(gpu)[6:]):
             time.sleep(0.01)
-        call.terminate()
+        call.send_signal(number)
     assert call.returncode == 143
     told = gpu_steps(gpu, steps)
     done = [line.split(":")[0] for line in told.splitlines() if line.endswith("done before")]
@@ -149,6 +154,18 @@ def test_the_gpu_command_runs_nobody_elses_environment(gpu: dict[str, str], tmp_
     assert not Path(gpu["CALLS"]).exists()
 
 
+@pytest.mark.parametrize(
+    "other", [{"TORCH": "2.13"}, {"SP_ON": "late"}, {"SP_TABLE": "--mib 1"}, {"SP_TESTS": "-x"}]
+)
+def test_the_gpu_command_does_not_mix_results_of_two_torches_devices_or_options(
+    other: dict[str, str], gpu: dict[str, str]
+) -> None:
+    gpu_steps(gpu, "table")
+    told = gpu_steps({**gpu, **other}, "table", 2)
+    assert "has results of other code, another torch, device or options. Remove it" in told
+    gpu_steps(gpu, "table")
+
+
 def test_the_gpu_command_does_not_mix_results_of_two_codes(
     gpu: dict[str, str], tmp_path: Path
 ) -> None:
@@ -161,7 +178,7 @@ def test_the_gpu_command_does_not_mix_results_of_two_codes(
     assert "table: done before" in gpu_steps(gpu, "table", root=checkout)
     code.write_text("x = 2")
     told = gpu_steps(gpu, "table smoke", 2, root=checkout)
-    assert "sp_core-gpu.tar.gz has results of other code. Remove it, or pass another OUT" in told
+    assert "sp_core-gpu.tar.gz has results of other code, another torch" in told
     assert len([line for line in called(gpu) if "benchmarks gpu" in line]) == 1
     Path(gpu["OUT"], "sp_core-gpu.tar.gz").unlink()
     gpu_steps(gpu, "table", root=checkout)

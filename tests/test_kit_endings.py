@@ -261,13 +261,21 @@ def test_a_report_that_cannot_be_printed_is_in_the_junit_file(
 @pytest.mark.parametrize("while_it", ["begins", "is ended"])
 @pytest.mark.parametrize("number", [signal.SIGINT, *command_module.ENDING])
 def test_a_signal_waits_until_a_launch_has_begun_or_its_ranks_are_ended(
-    number: signal.Signals, while_it: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    while_it: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Else a second Ctrl-C leaves ranks that nobody watches. A thread of torch may receive it."""
+    """Else a second Ctrl-C leaves ranks that nobody watches. A thread of torch may receive it.
+
+    The results of tests so far are printed, and are in the JUnit file.
+    """
     waited, over = [], threading.Event()
     threading.Thread(target=over.wait, args=(60,)).start()
     made = Mock(run_dir=tmp_path)
     made.trouble.side_effect = KeyboardInterrupt
+    results.Ledger(tmp_path, str(tmp_path / "junit.xml")).pytest_runtest_logstart("test_x.py::y")
 
     def interrupted(*_: object) -> Mock:
         os.kill(os.getpid(), number)
@@ -286,3 +294,5 @@ def test_a_signal_waits_until_a_launch_has_begun_or_its_ranks_are_ended(
     assert waited == [number]
     assert made.trouble.called == (while_it == "is ended")
     made.end.assert_called_once_with()
+    assert "test under way: test_x.py::y" in capsys.readouterr().err
+    assert 'error message="the launch was interrupted"' in (tmp_path / "junit.xml").read_text()

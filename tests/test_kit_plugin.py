@@ -5,6 +5,7 @@ import os
 import random
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ def config(limit: str = "0.5", **options: object) -> Any:
 
 
 RANDOM = 2**32 - 1
+XFAIL = pytest.mark.xfail(reason="test fails under mpi")
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,7 @@ def test_a_session_inside_another_ends_with_the_other_in_its_place(current: Sess
         ("of the kit", ""),
         ("of the kit", "mpi_skip"),
         ("of the kit", "mpi_break"),
+        ("of the kit", "mpi_xfail"),
         ("marked", "ranks"),
         ("ordinary", ""),
     ],
@@ -126,7 +129,7 @@ def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
     mark: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A test that pytest-mpi leaves out is not marked.
+    """A test that pytest-mpi leaves out is not marked; one that it expects to fail is so, too.
 
     Only tests of the kit have their health check suppressed.
     """
@@ -138,9 +141,9 @@ def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
     item = Mock(obj=test, config=config(**option))
     item.get_closest_marker.side_effect = {mark: 1}.get
     plugin.pytest_itemcollected(item)
-    is_marked = option and kind != "ordinary" and not mark.startswith("mpi_")
-    marks = [call.add_marker("mpi")] if is_marked else []
-    assert [each for each in item.mock_calls if each == call.add_marker("mpi")] == marks
+    is_marked = option and kind != "ordinary" and mark not in ("mpi_skip", "mpi_break")
+    marks = ["mpi", *([XFAIL] if mark == "mpi_xfail" else [])] if is_marked else []
+    assert item.add_marker.mock_calls == [call(each) for each in marks]
     own = getattr(item.obj, "_hypothesis_internal_use_settings", None)
     assert (
         own is not None and HealthCheck.function_scoped_fixture in own.suppress_health_check
@@ -155,6 +158,26 @@ def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
         started = max(size.values())
         with pytest.raises(pytest.UsageError, match=f"mpiexec or srun started {started} processes"):
             plugin.pytest_collection_modifyitems(config(**option), [plain, item])
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("mark", ["", "forked"])
+@pytest.mark.parametrize("option", [{}, {"forked": False}, {"forked": True}])
+def test_tests_on_ranks_are_not_forked(
+    option: dict[str, Any], mark: str, rank: int | None, current: Session, *, ours: bool
+) -> None:
+    """Under MPI no test is. Every rank raises the error, and only rank 0 prints it.
+
+    Without pytest-forked there is no such option, and its mark means nothing.
+    """
+    is_rank = rank is not None
+    current.control = Mock(rank=rank) if is_rank else None
+    item = Mock(obj=SimpleNamespace(sp_core_ranks=ours), get_closest_marker={mark: 1}.get)
+    is_refused = option and (option["forked"] or mark) and (ours or is_rank)
+    with pytest.raises(pytest.UsageError) if is_refused else nullcontext() as error:
+        plugin.pytest_collection_modifyitems(config(with_mpi=is_rank, **option), [item])
+    assert ("Leave it out" in str(error)) == bool(is_refused and not rank)
 
 
 def test_the_running_test_is_known_by_a_path_from_where_pytest_began(

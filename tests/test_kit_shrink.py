@@ -4,6 +4,7 @@ The results that are kept of a lost launch are tested, too.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -342,19 +343,27 @@ def test_the_search_refuses_what_would_start_no_launch(
 
 
 @pytest.mark.parametrize(
-    ("test", "code"),
+    ("test", "number", "code"),
     [
-        ("@pytest.mark.mpi\n@given(n=st.just(1))\ndef test_x(comm, n): ...", 0),
-        ("def test_x(): ...", 5),
+        ("@pytest.mark.mpi\n@given(n=st.just(1))\ndef test_x(comm, n): ...", 0, 0),
+        ("@given(n=st.just(1))\ndef test_x(comm, n): ...", signal.SIGTERM, 2),
+        ("def test_x(): ...", 0, 5),
     ],
 )
-def test_a_search_that_starts_no_launch_has_not_passed(
+def test_a_search_that_starts_no_launch_or_gets_a_signal_has_not_passed(
     test: str,
+    number: int,
     code: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A signal that would end the search alone first ends its launch."""
+
+    def ask(example: Example) -> Result:
+        os.kill(os.getpid(), number)
+        return Result([FINISHED] * len(example.ranks), {})
+
     imports = "import pytest\nfrom hypothesis import strategies as st\n"
     imports += "from sp_core.testing import given\n"
     path = tmp_path / f"{tmp_path.name}.py"  # a name of its own: modules stay in this process
@@ -362,11 +371,11 @@ def test_a_search_that_starts_no_launch_has_not_passed(
     monkeypatch.setattr(session, "current", session.current)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setattr(shrink_crash, "Job", started := Mock())
-    started.return_value.ask.side_effect = lambda of: Result([FINISHED] * len(of.ranks), {})
+    started.return_value.ask.side_effect = ask
     alone = ("--import-mode=importlib", "-p", "no:faulthandler", "-c", os.devnull)
     words = ["-n", "2", str(path), "--", *alone, f"--rootdir={tmp_path}"]
     assert shrink_crash.main(words) == code
-    assert started.called == (code == 0)
+    assert started.called == started.return_value.close.called == (code != 5)
     assert ("no example was sent to a launch" in capsys.readouterr().err) == (code == 5)
 
 

@@ -66,16 +66,24 @@ def test_a_command_runs_on_the_first_host_and_nothing_stays(delay: str) -> None:
     assert "h1" not in listed.stdout
 
 
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ("", "ip, tc not found on the PATH. Install iproute2 with apt-get, "),
+        ("ip tc", "/dev/net/tun, which links with a delay need, is not there. Load tun, "),
+    ],
+)
 def test_root_without_the_programs_is_red(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    there: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The program fails; it does not fall back to the model of a link."""
     monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setattr(program, "installed", lambda: "mpich")
     monkeypatch.setattr("benchmarks.contests.netlab.table.os.geteuid", lambda: 0)
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(program, "Path", lambda _: Mock(exists=Mock(return_value=False)))
     assert netlab([]) == 2
-    assert "ip, tc not found on the PATH. Install iproute2" in capsys.readouterr().err
+    assert f"{told}or pass --link-model." in capsys.readouterr().err
 
 
 def test_without_root_the_output_says_that_the_link_is_a_model(

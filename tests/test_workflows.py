@@ -122,6 +122,20 @@ def test_a_case_that_failed_costs_no_other_record_of_its_commit() -> None:
     assert f"    needs: record\n    {ready}\n" in append
 
 
+@pytest.mark.parametrize("name", ["ci.yml", "gpu-run.yml"])
+def test_a_comparison_that_takes_too_long_leaves_its_job_time_to_keep_the_records(
+    name: str,
+) -> None:
+    """A job that reaches its own limit is cancelled, and a cancelled job uploads nothing."""
+    (job,) = (job for job in jobs(WORKFLOWS[name]).values() if "compare" in called(job))
+    begin, _, rest = job.partition("-s compare")
+    limit, after = int(values("timeout-minutes", begin)[0]), r".*\n        timeout-minutes: (\d+)\n"
+    assert (own := re.match(after, rest))
+    assert int(own[1]) < limit
+    assert "actions/upload-artifact@" in rest
+    assert "actions/upload-artifact@" in begin or name == "ci.yml"
+
+
 def test_only_a_tag_that_was_tested_and_approved_is_published() -> None:
     text = WORKFLOWS["release.yml"]
     publish = jobs(text)["publish"]

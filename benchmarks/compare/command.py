@@ -179,8 +179,9 @@ def sides(base: str, head: str, refs: tuple[str, str]) -> Iterator[tuple[Side, S
         UsageError: a commit cannot be checked out, or pins other packages than the present tree.
     """
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sp_core-compare-")))
-        made = []
+        REPORTS.mkdir(exist_ok=True)  # ranks on other nodes see it, but not the node's /tmp
+        made, temporary = [], tempfile.TemporaryDirectory(prefix="sp_core-compare-", dir=REPORTS)
+        folder = Path(stack.enter_context(temporary))
         for side, sha, ref in (("base", base, refs[0]), ("head", head, refs[1])):
             root = folder / side
             no_hooks = ("-c", "core.hooksPath=/dev/null")  # the user's hooks must not run

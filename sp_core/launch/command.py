@@ -281,13 +281,13 @@ def _handled(numbers: Iterable[int], handle: Callable[[int, object], object]) ->
             signal.signal(number, handler)
 
 
-def _exit_on_signals() -> AbstractContextManager[None]:
-    """Raise SystemExit for signals that would end this process only, so that `run` ends the ranks.
+def on_ending(handle: Callable[..., object]) -> AbstractContextManager[None]:
+    """Call `handle` for signals that would end this process only, so that it can end the ranks.
 
     A signal that is ignored, as under `nohup`, stays ignored.
     """
     ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    return _handled(ours, lambda number, _: sys.exit(128 + number))
+    return _handled(ours, handle)
 
 
 @contextmanager
@@ -308,8 +308,8 @@ def _signals_held_back() -> Iterator[None]:
 def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequence[str] = ()) -> int:
     """Run a command on several ranks until it ends or its time limit is reached.
 
-    If the launch has to be ended, print a report on standard error and write the JUnit file that
-    pytest could not write.
+    If the launch has to be ended or is interrupted, print a report on standard error and write the
+    JUnit file that pytest could not write.
 
     Args:
         ranks: number of ranks.
@@ -332,7 +332,7 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
         )
     if command[0].endswith(".py") and not shutil.which(command[0]):
         raise FileNotFoundError(f"{command[0]!r} is no program. Write -- python {command[0]}.")
-    with _exit_on_signals(), temporary_folder() as directory:
+    with on_ending(lambda number, _: sys.exit(128 + number)), temporary_folder() as directory:
         launch = None
         try:
             with _signals_held_back():
@@ -352,6 +352,13 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
                 print(text, file=sys.stderr, flush=True)
             elif ended and not (launch.run_dir / STARTED).exists():
                 print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
+        except (KeyboardInterrupt, SystemExit):
+            if launch and (tests := results.told(launch.run_dir)):
+                text = "\n".join(["the launch was interrupted", *tests])
+                with suppress(OSError):  # a terminal that was closed
+                    results.write_junit(launch.run_dir, text)
+                    print(text, file=sys.stderr, flush=True)
+            raise
         finally:
             with _signals_held_back():
                 if launch:

@@ -104,7 +104,8 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Add pytest-mpi's marker `mpi` to tests that run on ranks, if the session uses MPI.
 
-    A test marked `mpi_skip` or `mpi_break` gets no marker, so `--only-mpi` skips it, too.
+    A test marked `mpi_skip` or `mpi_break` gets no marker, so `--only-mpi` skips it, too. A test
+    marked `mpi_xfail` is expected to fail under `--only-mpi`, too.
 
     Let tests of `given` and `spmd` use function-scoped fixtures: suppress Hypothesis' health check
     `function_scoped_fixture`.
@@ -112,6 +113,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     left_out = any(map(item.get_closest_marker, ("mpi_skip", "mpi_break")))
     if _with_mpi(item.config) and _runs_on_ranks(item) and not left_out:
         item.add_marker("mpi")
+        if item.get_closest_marker("mpi_xfail"):
+            item.add_marker(pytest.mark.xfail(reason="test fails under mpi"))
     if _is_ours(item):
         from sp_core.testing.profiles import allow_fixtures
 
@@ -119,8 +122,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse a launch of several processes without `--with-mpi`, if tests run on ranks."""
-    if _with_mpi(config) or not any(map(_runs_on_ranks, items)):
+    """Refuse what tests on ranks cannot bear: pytest-forked, and a launch without `--with-mpi`.
+
+    Raises:
+        pytest.UsageError: pytest-forked is to run a test on ranks, or any test under MPI; or
+            several processes were started without `--with-mpi`, and tests run on ranks.
+    """
+    ours = [item for item in items if _with_mpi(config) or _runs_on_ranks(item)]
+    forks = config.getoption("forked", None)  # None without pytest-forked
+    if forks is not None and any(forks or item.get_closest_marker("forked") for item in ours):
+        text = (
+            "pytest-forked (--forked, or the mark forked) was given, but what tests on ranks "
+            "record is lost with the forked process, and a rank of MPI must not fork. Leave it out."
+        )
+        raise pytest.UsageError(*([] if getattr(kit.current.control, "rank", 0) else [text]))
+    if _with_mpi(config) or not ours:
         return
     from sp_core.machine import started_tasks
 

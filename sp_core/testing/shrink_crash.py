@@ -9,6 +9,7 @@ a new launch.
 
 import argparse
 import contextlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from sp_core.launch.command import Launch
+from sp_core.launch.command import Launch, on_ending
 from sp_core.machine import leave_step
 from sp_core.testing import session
 from sp_core.testing.outcome import FINISHED, Kind, Outcome
@@ -228,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = Jobs(options.ranks, options.options, options.losses)
     # this module and its package are imported before pytest can rewrite assertions
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-    code = int(pytest.main([*quiet, *options.options, options.tests], plugins=[jobs]))
+    with on_ending(signal.default_int_handler):  # as Ctrl-C, after which pytest ends the launch
+        code = int(pytest.main([*quiet, *options.options, options.tests], plugins=[jobs]))
     if code == 0 and not jobs.launches:
         print(
             "no example was sent to a launch. Name a test of `given` or `spmd`, and add -- -rs to "

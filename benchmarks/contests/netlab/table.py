@@ -285,12 +285,12 @@ def across(mpi: str, hosts: int, per_host: int) -> tuple[str, ...]:
 
 def check_system() -> None:
     """Raise `UsageError` if a program or device that emulated hosts need is missing."""
-    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    if missing:
-        names = ", ".join(missing)
-        raise UsageError(f"{names} not found on the PATH. Install iproute2 with apt-get.")
-    if not Path("/dev/net/tun").exists():
-        raise UsageError("/dev/net/tun, which links with a delay need, is not there. Load tun.")
+    missing = ", ".join(name for name in ("ip", "tc") if shutil.which(name) is None)
+    told = f"{missing} not found on the PATH. Install iproute2 with apt-get" if missing else ""
+    if not missing and not Path("/dev/net/tun").exists():
+        told = "/dev/net/tun, which links with a delay need, is not there. Load tun"
+    if told:
+        raise UsageError(f"{told}, or pass --link-model.")
 
 
 def hosted(setting: Setting, mpi: str) -> Launch:
