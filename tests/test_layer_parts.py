@@ -188,7 +188,7 @@ def test_a_part_of_a_block_must_sum_over_the_ranks_of_the_block(
     with sp.Mesh(comm, ring=2, tp=2) as mesh:
         block = sp.TransformerBlock(4, 2, comm=mesh[axes])
         sharding = sp.Sharding.contiguous(8, mesh[axes].size)
-        block.feed_forward = make(mesh[own], sharding if split else None)
+        block.set_submodule("feed_forward", make(mesh[own], sharding if split else None))
         error = pytest.raises(TypeError, match="Pass layers with the same comm")
         with nullcontext() if fits else error:
             block(torch.ones(1, 8 // mesh[axes].size, 4), sharding=sharding)

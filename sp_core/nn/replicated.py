@@ -223,7 +223,7 @@ def check_summed(layer: nn.Module, comm: Communicator, *names: str) -> None:
 def _leaves_out(part: nn.Module, comm: Communicator) -> bool:
     """Return whether a part has weights that learn outside of layers that sum over `comm`."""
     sums = isinstance(part, ReplicatedLayer) or getattr(part, "lengths", None) is not None
-    if "comm" in vars(part) and (comm.size == 1 or (sums and part.comm is comm)):
+    if "comm" in vars(part) and (comm.size == 1 or (sums and vars(part)["comm"] is comm)):
         return False
     own = any(x.requires_grad for x in part.parameters(recurse=False))
     return own or any(_leaves_out(x, comm) for x in part.children())
