@@ -156,6 +156,44 @@ def test_a_replaced_part_of_a_block_may_be_frozen_or_hold_layers_that_sum(comm: 
         assert torch.equal(block(x, sharding=sharding), wanted)
 
 
+def pair(comm: sp.Communicator, sharding: sp.Sharding | None) -> nn.Module:
+    """Return a feed-forward that is split over ranks. With a sharding each has its own tokens."""
+    column, row = (
+        kind.from_linear(nn.Linear(*sizes), comm=comm, sharding=sharding)
+        for kind, sizes in zip(PARALLEL, ((4, 8), (8, 4)), strict=True)
+    )
+    return nn.Sequential(column, nn.GELU(), row)
+
+
+def norm(comm: sp.Communicator, _: sp.Sharding | None) -> nn.Module:
+    """Return a layer whose weights every rank holds whole."""
+    return sp.RMSNorm(4, comm=comm)
+
+
+@pytest.mark.parametrize(
+    ("make", "axes", "own", "split", "fits"),
+    [
+        (norm, ("ring", "tp"), "ring", False, False),
+        (norm, ("ring", "tp"), ("ring", "tp"), False, True),
+        (pair, "ring", "tp", False, False),
+        (pair, "ring", "ring", False, False),
+        (pair, "ring", "ring", True, True),
+        (pair, (), "tp", False, True),
+    ],
+)
+@spmd(4)
+def test_a_part_of_a_block_must_sum_over_the_ranks_of_the_block(
+    comm: Any, make: Callable[..., nn.Module], axes: Any, own: Any, split: bool, fits: bool
+) -> None:
+    with sp.Mesh(comm, ring=2, tp=2) as mesh:
+        block = sp.TransformerBlock(4, 2, comm=mesh[axes])
+        sharding = sp.Sharding.contiguous(8, mesh[axes].size)
+        block.set_submodule("feed_forward", make(mesh[own], sharding if split else None))
+        error = pytest.raises(TypeError, match="Pass layers with the same comm")
+        with nullcontext() if fits else error:
+            block(torch.ones(1, 8 // mesh[axes].size, 4), sharding=sharding)
+
+
 @pytest.mark.parametrize("kind", PARALLEL)
 @spmd(1, 2)
 def test_a_parallel_layer_keeps_its_placements_when_torch_makes_new_weights(

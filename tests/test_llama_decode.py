@@ -3,6 +3,7 @@
 `domains/decoding.py` judges what decoders compute.
 """
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, byte_tokenizer, create, generate, load, save
 from sp_core.llama.config import read_json
+from sp_core.llama.train import backward
 from sp_core.testing import LiveBytes, spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -198,6 +200,22 @@ def test_a_decoder_computes_products_in_the_dtype_of_autocast(
             assert lower.dtype == torch.float32
             assert not torch.equal(lower, exact)
             torch.testing.assert_close(lower, exact, rtol=0, atol=0.05 * float(exact.abs().max()))
+
+
+@pytest.fixture
+def _wide_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let RMS norm return float32, as under autocast on a GPU with torch 2.12."""
+    norm = F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda *given: norm(*given).float())
+
+
+@pytest.mark.usefixtures("_wide_norm")
+@spmd(1, 2)
+def test_a_half_model_computes_under_autocast_to_its_type(comm: Any) -> None:
+    with sp.Mesh(comm, tp=comm.size) as mesh, torch.autocast("cpu", torch.bfloat16):
+        model = Case((6, 2), dtype="bfloat16").model(mesh)
+        assert math.isfinite(backward(model, [[1, 2, 3]]))
+        assert Decoder(model, [3]).prefill([[1, 2]]).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"ring": 2}])

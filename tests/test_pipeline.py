@@ -64,6 +64,14 @@ def test_costs_are_added_without_rounding_in_any_unit(cost: Any) -> None:
     assert Work(cost, cost).of(length) == pytest.approx(5_000_150_000 * float(cost))
 
 
+def test_stages_before_the_last_one_are_split_as_their_layers_alone() -> None:
+    """The split 0 | 1-3 | 4 | 5 is as good, but the first two stages would be uneven."""
+    costs = [1, 1, 1, 1, 10, 10]
+    for stages, end in ((2, 4), (3, 5), (4, 6)):
+        parts = (range(2), range(2, 4), range(4, 5), range(5, 6))[:stages]
+        assert split_stages(costs[:end], stages) == parts
+
+
 def test_a_cost_that_no_float_can_hold_is_refused() -> None:
     cost: Any = np.longdouble("1e400")
     with pytest.raises(sp.ShapeError, match="pass finite costs"):

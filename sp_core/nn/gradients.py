@@ -50,7 +50,7 @@ class Placement:
             other stage counts the parameter in the norm.
 
     Raises:
-        ShapeError: on this rank: `shape` has no such `dim`.
+        ShapeError: on this rank: `shape` has no such `dim`, or `dim` no such slices.
     """
 
     shape: tuple[int, ...]
@@ -60,12 +60,17 @@ class Placement:
     copy: bool = False
 
     def __post_init__(self) -> None:
-        """Count a negative `dim` from the first dim."""
+        """Count a negative `dim` from the first dim, and make tuples of lists."""
         dims = max(len(self.shape), 1)
         if not -dims <= self.dim < dims:
             given = f"dim {self.dim} was given for a parameter of shape {tuple(self.shape)}"
             raise ShapeError(f"{given}. Choose from {-dims} to {dims - 1}.")
-        object.__setattr__(self, "dim", range(dims)[self.dim])
+        held = tuple(map(tuple, self.held))
+        vars(self).update(shape=tuple(self.shape), dim=range(dims)[self.dim], held=held)
+        whole = range((*self.shape, 1)[self.dim])
+        if outside := [x for x in sum(held, ()) if x and not (x[0] in whole and x[-1] in whole)]:
+            given = f"ranges {outside[:3]} were given for a dim with {len(whole)} slices"
+            raise ShapeError(f"{given}. Give each rank only ranges inside {whole}.")
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:
@@ -123,13 +128,8 @@ class Placement:
         """
         lower = concatenated(sum(self.held[:rank], ()))
         first = torch.isin(concatenated(self.held[rank]), lower, invert=True) & (not self.copy)
-        return (
-            part
-            if first.all()
-            else torch.atleast_1d(part).index_select(
-                self.dim, first.nonzero().squeeze(1).to(part.device)
-            )
-        )
+        chosen = first.nonzero().squeeze(1).to(part.device)
+        return part if first.all() else torch.atleast_1d(part).index_select(self.dim, chosen)
 
 
 def _indices(ranges: Sequence[range], like: Tensor) -> Tensor:

@@ -369,7 +369,7 @@ class TransformerBlock(nn.Module):
 
         Raises:
             ValueError, TypeError, CollectiveMismatch: on every rank: dropout with no seed, a wrong
-                one or different ones; or a replaced part whose gradients no layer sums.
+                one or different ones; or a part that does not sum its gradients over `comm`.
             ShapeError, DtypeError, DeviceError, RankError: as in `SelfAttention.forward`.
         """
 

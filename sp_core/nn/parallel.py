@@ -175,7 +175,8 @@ class Norm(Weight):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply RMS norm to the last dim of x (..., E), and return the same shape. No messages."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return out.to(x.dtype)  # autocast of torch 2.12 returns float32 on a GPU
 
 
 class Embedding(Weight):

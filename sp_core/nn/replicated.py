@@ -202,30 +202,31 @@ def check_checkpoint(name: str, out: Tensor, *given: Tensor) -> None:
 def check_summed(layer: nn.Module, comm: Communicator, *names: str) -> None:
     """Raise TypeError, on every rank, if the backward of a part of a layer sums too few gradients.
 
-    A part with a `comm` sums the gradients of all its weights. Ranks without such an error send
-    nothing here: their next agreement over `comm` tells them.
+    Ranks without such an error send nothing here: their next agreement over `comm` tells them.
     """
-    wrong = [name for name in names if torch.is_grad_enabled() and _leaves_out(layer, name)]
+    parts = {name: getattr(layer, name) for name in names if torch.is_grad_enabled()}
+    wrong = [name for name, part in parts.items() if _leaves_out(part, comm)]
 
     def refuse() -> str:
-        kind, part = type(layer).__name__, type(getattr(layer, wrong[0]))
+        kind, part = type(layer).__name__, type(parts[wrong[0]])
         raise TypeError(
             f"{kind}.{wrong[0]} is a {part.__module__}.{part.__qualname__} with weights that "
-            "learn, whose gradients are not summed over the ranks. Pass a layer of sp_core or of "
-            "a class that inherits from ReplicatedLayer, or freeze the weights."
+            f"learn, whose gradients are not summed over {comm.name}. Pass layers with the same "
+            "comm that inherit from ReplicatedLayer, as RMSNorm does, or parallel linear layers "
+            "with a sharding; or freeze the weights."
         )
 
     if wrong:
         comm.agree_on(refuse)
 
 
-def _leaves_out(layer: nn.Module, name: str) -> bool:
-    """Return whether the part `name` has weights that learn outside of parts with a `comm`."""
-    part = getattr(layer, name)
-    if "comm" in vars(part):
+def _leaves_out(part: nn.Module, comm: Communicator) -> bool:
+    """Return whether a part has weights that learn outside of layers that sum over `comm`."""
+    sums = isinstance(part, ReplicatedLayer) or getattr(part, "lengths", None) is not None
+    if "comm" in vars(part) and (comm.size == 1 or (sums and vars(part)["comm"] is comm)):
         return False
-    summed = {x for each in part.modules() if "comm" in vars(each) for x in each.parameters()}
-    return any(x.requires_grad and x not in summed for x in part.parameters())
+    own = any(x.requires_grad for x in part.parameters(recurse=False))
+    return own or any(_leaves_out(x, comm) for x in part.children())
 
 
 def check_input(

@@ -277,9 +277,9 @@ def split_stages(
 
     Returns:
         For each stage the range of its layers. Equal arguments give the same split.
-        Several splits can be equally good. For given layers of the last stage, the earlier stages
-        are split with the least possible greatest cost. Among these splits the first stage has the
-        fewest layers, then the second, and so on.
+        Several splits can be equally good. The stages before the last one are split as a call for
+        their layers alone would split them. Among such splits the first stage has the fewest
+        layers, then the second, and so on.
 
     Raises:
         TypeError: an argument of a wrong type.

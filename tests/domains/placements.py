@@ -169,8 +169,9 @@ def part_of(drawn: Values, whole: Tensor) -> Tensor:
 
 
 def asked(method: str, drawn: Values) -> Call:
-    """Return the call of a placement's method."""
-    placement = Placement(*(drawn[name] for name in ("shape", "dim", "held", "partial", "copy")))
+    """Return the call of a method of a placement that was made from lists."""
+    lists = drawn | {"shape": list(drawn["shape"]), "held": [*map(list, drawn["held"])]}
+    placement = Placement(*(lists[name] for name in ("shape", "dim", "held", "partial", "copy")))
     x = whole(drawn["seed"], drawn["shape"], drawn["whole.dtype"], -4, 4)
     x = in_memory(x, drawn["whole.memory"]) if x.dim() else x
     given, wanted = METHODS[method](drawn, x)

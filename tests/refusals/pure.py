@@ -163,6 +163,15 @@ ROWS: list[Row] = [
         for dim in (1, -2)
         for call in (partial(Placement, (2,), dim, ()), partial(Placement.split, (2,), dim, 2))
     ),
+    *(
+        (
+            sp.ShapeError,
+            rf"ranges \[{re.escape(str(wrong))}\] .* dim with {count} slices",
+            partial(Placement, shape, -1, ((range(1),), (range(0), wrong))),
+        )
+        for shape, count in (((2,), 2), ((3, 2), 2), ((), 1))
+        for wrong in (range(-1, 1), range(1, 3))
+    ),
     (TypeError, "dim=None was given", partial(TWO.shard, torch.zeros(4), 0, HERE)),
     *(
         (sp.ShapeError, "covers 7 tokens, but dim -1 .* has 9", call)
