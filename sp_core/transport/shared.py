@@ -359,7 +359,9 @@ class Rooms:
         self._rooms = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(number)]
         self._uses = count()
 
-    def enter(self, specs: Sequence[Spec]) -> list[Tensor]:
+    def enter(
+        self, specs: Sequence[Spec], arrive: Callable[[], object] = lambda: None
+    ) -> list[Tensor]:
         """Return tensors in the next region, with any content. Every rank calls this.
 
         The tensors are the same memory on every rank. If the region is too small, the ranks make a
@@ -367,6 +369,8 @@ class Rooms:
 
         Args:
             specs: (shape, dtype) of each tensor; the same on every rank.
+            arrive: waits until all ranks call `enter`. It is called before a new region is made,
+                which blocks in MPI and lets no other operation make progress.
 
         Raises:
             RankError: there is not enough memory; on every rank.
@@ -375,6 +379,7 @@ class Rooms:
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         number = next(self._uses) % len(self._rooms)
         if self._rooms[number].numel() < starts[-1]:  # tensors keep the old one
+            arrive()
             nbytes = starts[-1] if self._comm.rank == 0 else 0
             self._rooms[number] = demand(self._comm, HOST, nbytes)[0]
         return [
