@@ -96,7 +96,8 @@ def test_scratch_lends_the_smallest_block_that_fits_and_keeps_the_largest() -> N
 
 def test_a_signal_handler_may_give_scratch_back_in_the_middle_of_take() -> None:
     """A poll in the handler ends a collective. No thread waits, and the block need not be kept."""
-    scratch, block = Scratch(torch.device("cpu")), torch.empty(8, dtype=torch.uint8)
+    scratch: Any = Scratch(torch.device("cpu"))
+    block = torch.empty(8, dtype=torch.uint8)
     held = Mock(**{"numel.side_effect": lambda: scratch.give(block) or 8})
     scratch._free = [(held, None)]
     taken = Thread(target=scratch.take, args=(8,), daemon=True)
