@@ -76,7 +76,7 @@ class Communicator(NotCopied):
     def _describe(self, rank: int, size: int, name: str, nodes: Sequence[int]) -> None:
         """Set the attributes of this rank that need no communication."""
         self.rank, self.size, self.name, self.nodes = rank, size, name, tuple(nodes)
-        self.counters, self._pending = Counters(), list[Handle]()
+        self.counters, self._pending, self._order = Counters(), list[Handle](), tuple(range(size))
         self._tags, self._numbers = itertools.count(), itertools.count()
         self._progress, self._freed, self._heard = progress.of_this_rank(), False, 0.0
 
@@ -196,7 +196,7 @@ class Communicator(NotCopied):
         if (rank := observer_of(self._comm).first_left()) is not None:
             self._heard = self._heard or time.monotonic()
             if time.monotonic() > self._heard + observer.GRACE_SECONDS:
-                self._progress.keep(self._control.hear(rank, f"a wait on {self.name}"))
+                self._progress.keep(self._control.hear(self._order[rank], f"a wait on {self.name}"))
                 self.ensure_open()
 
     def advance(self) -> bool:

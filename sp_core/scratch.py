@@ -26,7 +26,8 @@ def used(x: Tensor) -> Tensor:
 class Scratch:
     """Hold blocks of memory on one device, which `take` lends and `give` takes back.
 
-    Several threads may call these at once, on any streams.
+    Several threads may call these at once, on any streams, and so may a signal handler. No call
+    waits for another one: meanwhile `take` returns new memory, and `give` keeps nothing.
 
     Args:
         device: where the memory is.
@@ -43,13 +44,16 @@ class Scratch:
         `nbytes` is at least 1. Pass the tensor to `give` after use. The current stream waits for
         the last use.
         """
-        with self._lock:
-            for place, (block, end) in enumerate(self._free):
-                if block.numel() >= nbytes:
-                    del self._free[place]
-                    if end is not None:
-                        torch.accelerator.current_stream(self._device).wait_event(end)
-                    return block
+        if self._lock.acquire(False):
+            try:
+                for place, (block, end) in enumerate(self._free):
+                    if block.numel() >= nbytes:
+                        del self._free[place]
+                        if end is not None:
+                            torch.accelerator.current_stream(self._device).wait_event(end)
+                        return block
+            finally:
+                self._lock.release()
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give(self, block: Tensor) -> None:
@@ -57,13 +61,15 @@ class Scratch:
 
         On a device, call this on the stream that used the block last.
         """
-        if not block.numel():
+        if not block.numel() or not self._lock.acquire(False):
             return
-        on_cpu = self._device.type == "cpu"
-        end = None if on_cpu else torch.accelerator.current_stream(self._device).record_event()
-        with self._lock:
+        try:
+            on_cpu = self._device.type == "cpu"
+            end = None if on_cpu else torch.accelerator.current_stream(self._device).record_event()
             together = [*self._free, (block, end)]
             self._free = sorted(together, key=lambda kept: kept[0].numel())[-KEPT:]
+        finally:
+            self._lock.release()
 
     def clear(self) -> None:
         """Drop all blocks that are kept."""

@@ -41,7 +41,8 @@ def shared_empty(
         Zeros of that shape, on the device of `comm`. Host memory is freed when no rank has a tensor
         in it any more. Unused memory of a GPU is freed in the next call of this function, or when
         the communicator is freed. GPU memory that is still in use then stays until the process
-        ends.
+        ends. In host memory each call takes as many of this process's file descriptors as `comm`
+        has ranks, until the memory is freed. Their number is limited, often to 1,024 (`ulimit -n`).
 
     Communication:
         One agreement on the call; with shared memory also three all-gathers of a few bytes. On a

@@ -4,7 +4,9 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
+from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,6 +92,18 @@ def test_scratch_lends_the_smallest_block_that_fits_and_keeps_the_largest() -> N
     scratch.give(given[0])
     scratch.clear()
     assert scratch.take(1) is not given[0]
+
+
+def test_a_signal_handler_may_give_scratch_back_in_the_middle_of_take() -> None:
+    """A poll in the handler ends a collective. No thread waits, and the block need not be kept."""
+    scratch: Any = Scratch(torch.device("cpu"))
+    block = torch.empty(8, dtype=torch.uint8)
+    held = Mock(**{"numel.side_effect": lambda: scratch.give(block) or 8})
+    scratch._free = [(held, None)]
+    taken = Thread(target=scratch.take, args=(8,), daemon=True)
+    taken.start()
+    taken.join(5)
+    assert not taken.is_alive()
 
 
 @pytest.mark.explore

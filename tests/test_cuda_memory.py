@@ -317,6 +317,15 @@ def test_a_room_is_memory_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(each.args[2] for each in counted.call_args_list) == [0, 0, shared.ALIGNMENT]
 
 
+def test_pages_of_the_host_are_provided_in_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a periodic signal a long call might never end: many kernels undo it each time."""
+    provide = MagicMock()
+    monkeypatch.setattr(os, "posix_fallocate", provide)
+    shared.HOST._extend(0, (5 << 20) + 8)
+    pieces = [each.args[1:] for each in provide.call_args_list]
+    assert pieces == [*((start << 20, 1 << 20) for start in range(5)), (5 << 20, 8)]
+
+
 def test_a_handle_is_as_long_as_that_of_cuda() -> None:
     """CUDA's driver_types.h gives the length as CUDA_IPC_HANDLE_SIZE."""
     assert ctypes.sizeof(cuda.Handle) == 64

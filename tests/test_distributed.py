@@ -229,11 +229,16 @@ def test_messages_of_a_group_are_packed_only_if_there_are_several() -> None:
     group.allreduce.assert_not_called()
 
 
-def test_a_barrier_of_a_group_waits_for_every_rank() -> None:
-    store, came = HashStore(), threading.Event()
+def test_a_barrier_of_a_group_waits_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator made from another one knows the numbers of its ranks in torch."""
+    store, came, numbers = HashStore(), threading.Event(), threading.local()
+    monkeypatch.setattr(torch_distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch_distributed, "get_rank", lambda: numbers.own)
 
     def arrived(rank: int) -> bool:
-        comm = GroupComm(store, "all", rank, 2, timedelta(seconds=30))
+        numbers.own = 5 + rank
+        comm = GroupComm(store, "all", rank, 2, timedelta(seconds=30)).Dup()
+        assert comm._near == {6 - rank: os.getpid()}
         if rank:
             time.sleep(0.2)
             came.set()
@@ -302,7 +307,7 @@ def test_a_rank_whose_store_has_ended_still_looks_for_dead_processes(
     comm._near = {1: os.getpid()}
     comm.watch("a call")
     comm._near, comm._next_look = {1: 2**30}, 0.0
-    with pytest.raises(sp.PeerFailed, match="a call cannot end: rank 1 has died"):
+    with pytest.raises(sp.PeerFailed, match=r"a call cannot end: rank 1 of torch.* has died"):
         comm.watch("a call")
     monkeypatch.setattr(torch_distributed.distributed_c10d, "_get_default_store", lambda: client)
     monkeypatch.setattr(torch_distributed, "get_rank", lambda: 0)
@@ -348,10 +353,10 @@ def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(
         now[0] += 0.09
         comm.watch("a call")
         now[0] += 0.02
-        with pytest.raises(sp.PeerFailed, match="a call cannot end: rank 2 has died"):
+        with pytest.raises(sp.PeerFailed, match=r"a call cannot end: rank 2 of torch.* has died"):
             comm.watch("a call")
-    for comm.rank in (3, 4):
+    for comm.world_rank in (3, 4):
         comm.abandoned()
     now[0] += 0.11
-    with pytest.raises(sp.PeerFailed, match="a call cannot end: rank 3 has left"):
+    with pytest.raises(sp.PeerFailed, match=r"a call cannot end: rank 3 of torch.* has left"):
         comm.watch("a call")

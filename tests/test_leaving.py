@@ -66,6 +66,19 @@ def test_the_lowest_rank_that_has_left_is_named() -> None:
         assert Notices(comm).first_left() == min(left, default=None)
 
 
+@spmd(4)
+def test_the_rank_that_has_left_has_its_number_in_the_usual_order_of_axes(comm: Any) -> None:
+    """Rank 1 of `mesh["b", "a"]`, which a message has come from, is rank 2 of the mesh."""
+    with suppress(Lost), sp.Mesh(comm, a=2, b=2) as mesh:
+        group: Any = mesh["b", "a"]
+        group.ensure_open()
+        group._comm = Mock(size=4, Iprobe=lambda rank=None, tag=0: rank in (None, 1))
+        group._heard = -9.0
+        with pytest.raises(sp.PeerFailed, match="rank 2 has left"):
+            group.look()
+        raise Lost
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 @spmd(4)
 def test_a_wait_after_the_end_of_a_mesh_returns_the_result(comm: Any, *, elsewhere: bool) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit.carriers import CARRIERS
+from kit.case_leaving import loss_of_attention
 from oracle.collective_cases import DEFINITIONS, Case, cases
 from oracle.fake_device import DelayedStreams
 from oracle.window_cases import use_window
@@ -138,6 +139,7 @@ MEANWHILE: dict[str, Callable[[Any, sp.Communicator, sp.Communicator], Callable[
     "a backward": lambda comm, one, two: (
         sp.all_reduce(torch.ones(2, requires_grad=True), comm=two).sum().backward
     ),
+    "a backward in place": lambda comm, one, two: loss_of_attention(two).backward,
     "a weight": lambda comm, one, two: (
         sp.ColumnParallelLinear.from_linear(
             torch.nn.Linear(4, 4), comm=two, sharding=sp.Sharding.contiguous(comm.size, comm.size)
@@ -150,7 +152,8 @@ MEANWHILE: dict[str, Callable[[Any, sp.Communicator, sp.Communicator], Callable[
 @spmd(3)
 def test_one_rank_waits_before_a_call_and_the_others_after_it(comm: Any, meanwhile: str) -> None:
     """Rank 0 can complete its wait only if the other ranks make progress inside their call."""
-    with sp.Mesh(comm, sp=comm.size) as mesh, sp.Mesh(comm, sp=comm.size) as other:
+    how: Any = {"check": "off", "transport": "window"} if "place" in meanwhile else {}
+    with sp.Mesh(comm, sp=comm.size) as mesh, sp.Mesh(comm, sp=comm.size, **how) as other:
         call = MEANWHILE[meanwhile](comm, mesh["sp"], other["sp"])
         pending = sp.all_reduce_start(torch.ones(40), comm=mesh["sp"], algorithm="ring")
         for step in (pending.wait, call) if comm.rank == 0 else (call, pending.wait):

@@ -306,6 +306,16 @@ def test_a_message_that_is_not_flat_and_contiguous_is_refused(comm: Any, x: torc
                 mesh["sp"].exchange(sends, recvs)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@spmd(2)
+def test_a_message_may_be_complex(comm: Any, dtype: torch.dtype) -> None:
+    x, received = torch.full((3,), 1j + comm.rank, dtype=dtype), torch.zeros(3, dtype=dtype)
+    with sp.Mesh(comm, transport="host", sp=2) as mesh:
+        other = 1 - comm.rank
+        mesh["sp"].wait(mesh["sp"].exchange([(other, x)], [(other, received)]), "exchange")
+    assert received.tolist() == [1j + other] * 3
+
+
 def test_messages_are_announced_and_posted_in_parts_that_mpi_can_count() -> None:
     comm, said = Mock(), list[Any]()
     made = HostTransport(comm, max_count=3)

@@ -78,7 +78,8 @@ def allgather_kv_attention(
         `2*B*(S - S/P)*K*D` elements. A single rank sends nothing.
 
         In shared memory (`Mesh(transport="window")`) no keys or values are sent: the ranks write k
-        and v into one tensor, wait for each other, and all read it.
+        and v into one tensor, wait for each other, and all read it. One more agreement comes before
+        the ranks make more shared memory, as the first calls do.
 
     Raises:
         TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on

@@ -19,12 +19,12 @@ Shapes: B batch, S sequence, K key/value heads, D head dim, P ranks.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from sp_core.communicator import Communicator
 from sp_core.schemes.problem import Block, Problem
 from sp_core.transport import Done, Handle, Window, wait
+from sp_core.transport.shared import Rooms, Spec
 
 
 def may_share(comm: Communicator, op: str) -> bool:
@@ -88,7 +88,7 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], H
         handle that completes when every rank has written.
     """
     comm, window = problem.comm, _window(problem)
-    room = window.blocks.enter(_rooms(k, problem))
+    room = _enter(window.blocks, _rooms(k, problem), comm)
     mine = problem.shown.of(comm.rank)
     writes = [
         partial(into.copy_, x[:, mine]) for into, x in zip(room[comm.rank], (k, v), strict=True)
@@ -98,7 +98,7 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], H
     return room, _fence(problem)
 
 
-def _rooms(like: Tensor, problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _rooms(like: Tensor, problem: Problem) -> list[Spec]:
     """Return shape and dtype of a block, in one tensor, of the keys of each rank that others see.
 
     `like` is any tensor (B, *, K, D) of their dtype.
@@ -137,7 +137,8 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
     """
     comm, window, sharding = problem.comm, _window(problem), problem.kv_sharding
     batch, _, heads, head_dim = k.shape
-    (room,) = window.blocks.enter([((2, batch, heads, sharding.seq_len, head_dim), k.dtype)])
+    shape = (2, batch, heads, sharding.seq_len, head_dim)
+    (room,) = _enter(window.blocks, [(shape, k.dtype)], comm)
     ranges = sharding.sorted_ranges(comm.rank)
     writes = [
         partial(into[:, :, place.start : place.stop].copy_, part)
@@ -208,7 +209,7 @@ class SharedSums:
         Gradients of keys that other ranks see are summed in shared memory.
         """
         problem, rank = self._problem, self._problem.comm.rank
-        self._sums = _window(problem).sums.enter(_rooms(self._like, problem))
+        self._sums = _enter(_window(problem).sums, _rooms(self._like, problem), problem.comm)
         length = problem.kv_sharding.local_len(rank)
         self._mine = zeros(self._like, length) if own is None else own
         return [
@@ -242,6 +243,11 @@ def _window(problem: Problem) -> Window:
     """Return the shared memory of the ranks; `is_read` has checked that there is one."""
     assert problem.comm.window is not None
     return problem.comm.window
+
+
+def _enter(rooms: Rooms, specs: Sequence[Spec], comm: Communicator) -> list[Tensor]:
+    """Return tensors in the next region of shared memory. All ranks agree before a new one."""
+    return rooms.enter(specs, lambda: comm.agree_on(lambda: f"new shared memory of {comm.name}"))
 
 
 def _fence(problem: Problem) -> Handle:

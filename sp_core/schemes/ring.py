@@ -93,6 +93,7 @@ def ring_attention(
         for tensors of `shared_empty`.
         In the backward they do the same. There a rank also adds its parts of the gradients of k
         and v to the sums of P-1 ranks, in float32 or wider. It waits for all ranks in each step.
+        One more agreement comes before the ranks make more shared memory, as the first calls do.
         Over the transports "ipc" and "pinned" a rank sends the messages named above.
 
     Raises:

@@ -61,12 +61,11 @@ class GroupComm(Observer):
         PeerFailed: the ranks cannot connect within the limit.
     """
 
-    world_rank: int
-
     def __init__(self, store: Any, name: str, rank: int, size: int, limit: timedelta) -> None:
         require_linux()
         self._store, self._name, self.limit = store, name, limit
         self.rank, self.size, self._children = rank, size, itertools.count()
+        self.world_rank = distributed.get_rank() if distributed.is_initialized() else rank
         self._spent = list[str]()  # names of freed counters
         self._next_look, self._asks, self._near = 0.0, True, dict[int, int]()
         try:
@@ -76,11 +75,11 @@ class GroupComm(Observer):
                 f"rank {rank} of {size} cannot connect to the others over gloo: "
                 f"{short_text(error)} See what the other ranks say."
             ) from error
-        told = self.allgather((this_machine(), os.getpid()))
+        told = self.allgather((self.world_rank, this_machine(), os.getpid()))
         self._near = {  # the process of each other rank on this machine
             other: pid
-            for other, (machine, pid) in enumerate(told)
-            if other != rank and machine == this_machine()
+            for other, machine, pid in told
+            if other != self.world_rank and machine == this_machine()
         }
 
     def Iallgather(
@@ -177,7 +176,8 @@ class GroupComm(Observer):
         Ranks that wait for a transfer then raise `PeerFailed`. If several ranks leave, the store
         keeps the first one.
         """
-        self._store.compare_set(f"{self._name}/left", "", str(self.rank))  # keeps the first rank
+        told = f"{self.world_rank} of torch.distributed"
+        self._store.compare_set(f"{self._name}/left", "", told)  # keeps the first rank
 
     def watch(self, what: str) -> None:
         """Look for a rank that has left after an error or has died.
@@ -190,7 +190,7 @@ class GroupComm(Observer):
             what: describes the transfer that this rank waits for, in the error.
 
         Raises:
-            PeerFailed: a rank has left or died.
+            PeerFailed: a rank has left or died; with its number in torch.distributed.
         """
         if time.monotonic() < self._next_look:
             return
@@ -205,7 +205,10 @@ class GroupComm(Observer):
             raise PeerFailed(f"{what} cannot end: {LEFT.format(left.decode())}")
         dead = [rank for rank, pid in self._near.items() if stat(pid)[:1] in ([], ["Z"], ["X"])]
         if dead:
-            raise PeerFailed(f"{what} cannot end: rank {dead[0]} has died; read what it printed.")
+            raise PeerFailed(
+                f"{what} cannot end: rank {dead[0]} of torch.distributed has died; read what it "
+                "printed."
+            )
 
     def make_counter(self) -> Any:
         """Return a counter in the store, whose `take` gives each number to one rank only.
@@ -320,9 +323,7 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
             f"rank {rank} cannot reach torch's store, which another process keeps: "
             f"{short_text(error)} See what the other ranks say."
         ) from error
-    made = GroupComm(store, name, ranks.index(rank), len(ranks), limit)
-    made.world_rank = rank
-    return made
+    return GroupComm(store, name, ranks.index(rank), len(ranks), limit)
 
 
 def communicator_of(given: object) -> GroupComm | None:

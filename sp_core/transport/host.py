@@ -41,8 +41,9 @@ _SUMMABLE = {
 """Dtypes that MPI can sum."""
 WIDER = dict.fromkeys(HALF, torch.float32)
 """For each half type, the dtype in which MPI sums it."""
-_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""For each size of an element in bytes, the integer dtype of that size."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAME_WIDTH = _INTEGERS | {16: torch.complex128}
+"""For each size of an element in bytes, a dtype of that size that MPI and NumPy have."""
 
 
 def as_numpy(x: Tensor) -> Array:

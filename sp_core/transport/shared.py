@@ -105,8 +105,12 @@ class HostMemory:
         return x, Offer(os.getpid(), x.data_ptr(), nbytes, file)
 
     def _extend(self, file: int, nbytes: int) -> None:
-        """Make an empty file `nbytes` bytes long, with all its pages."""
-        os.posix_fallocate(file, 0, nbytes)
+        """Make an empty file `nbytes` bytes long, with all its pages.
+
+        Many Linux kernels undo a call that a signal interrupts, and Python repeats that call.
+        """
+        for start in range(0, nbytes, _PIECE):
+            os.posix_fallocate(file, start, min(_PIECE, nbytes - start))
 
     def open(self, offer: Offer) -> Tensor:
         """Map the memory that another rank offers, and return it as uint8 of shape (nbytes,).
@@ -171,7 +175,7 @@ class GrowingMemory(HostMemory):
 
 
 REFUSALS = OSError, RuntimeError  # of the system and the CUDA runtime; of torch on a full GPU
-_DONE = Done()
+_DONE, _PIECE = Done(), 1 << 20  # to provide a MiB takes 0.3 ms, so a periodic signal lets it end
 # Pythons of conda and uv lack `os.memfd_create`
 _LIBC, _MFD_CLOEXEC = ctypes.CDLL(None, use_errno=True), 1
 HOST, GROWING = HostMemory(), GrowingMemory()
@@ -359,7 +363,7 @@ class Rooms:
         self._rooms = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(number)]
         self._uses = count()
 
-    def enter(self, specs: Sequence[Spec]) -> list[Tensor]:
+    def enter(self, specs: Sequence[Spec], arrive: Work = lambda: None) -> list[Tensor]:
         """Return tensors in the next region, with any content. Every rank calls this.
 
         The tensors are the same memory on every rank. If the region is too small, the ranks make a
@@ -367,6 +371,8 @@ class Rooms:
 
         Args:
             specs: (shape, dtype) of each tensor; the same on every rank.
+            arrive: waits until all ranks call `enter`. It is called before a new region is made,
+                which blocks in MPI and lets no other operation make progress.
 
         Raises:
             RankError: there is not enough memory; on every rank.
@@ -375,6 +381,7 @@ class Rooms:
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         number = next(self._uses) % len(self._rooms)
         if self._rooms[number].numel() < starts[-1]:  # tensors keep the old one
+            arrive()
             nbytes = starts[-1] if self._comm.rank == 0 else 0
             self._rooms[number] = demand(self._comm, HOST, nbytes)[0]
         return [

@@ -79,6 +79,21 @@ def attention(group: sp.Communicator, leave: Callable[[], None]) -> None:
         sp.ring_attention(q, q, q, comm=group, sharding=sharding)
 
 
+def loss_of_attention(group: sp.Communicator) -> Any:
+    """Return the sum of a scheme's result. With transport="window" its backward makes memory."""
+    x = torch.ones(1, 2, 2, 4, requires_grad=True)
+    sharding = sp.Sharding.contiguous(2 * group.size, group.size)
+    out: Any = sp.ring_attention(x, x, x, comm=group, sharding=sharding)
+    return out.sum()
+
+
+def backward_in_place(group: sp.Communicator, leave: Callable[[], None]) -> None:
+    """Call a scheme; then rank LOST leaves before its backward."""
+    loss = loss_of_attention(group)
+    leave()
+    loss.backward()
+
+
 def calling(name: str, **arguments: Any) -> Callable[[sp.Communicator, Callable[[], None]], object]:
     """Return a body in which all ranks but LOST make a blocking call."""
 
@@ -103,6 +118,7 @@ BEGUN: dict[str, Case] = {
 """Cases in which rank LOST makes the same calls as the others, except the wait."""
 CASES: dict[str, Case] = BEGUN | {
     "backward": ({"check": "off"}, backward),
+    "backward in place": ({"transport": "window", "check": "off"}, backward_in_place),
     "run of a plan": ({"transport": "host", "check": "off"}, a_run),
     "attention": ({"transport": "host"}, attention),
     "attention in place": ({"transport": "window"}, attention),
