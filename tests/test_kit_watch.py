@@ -29,7 +29,7 @@ from sp_core.launch.watch import GRACE_SECONDS, KIT, LIBRARY, PLACE_BYTES, RANKS
     ("phase", "example", "longest"),
     [
         *((None, None, 300.0), ("9", "4", 9.0), ("9", "40", 40.0), (None, "400", 400.0)),
-        *(("", "", 300.0), ("inf", "4", watch.LONGEST_SECONDS)),
+        *(("0.4", "0.2", 0.4), ("", "", 300.0), ("inf", "4", watch.LONGEST_SECONDS)),
     ],
 )
 def test_the_innermost_time_limit_begins_anew_at_each_step(

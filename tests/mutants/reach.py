@@ -33,7 +33,17 @@ APART = (
 )
 """Names of test files that are not run: tests of benchmarks, CI, layout and the mutants."""
 OF_KIT = (
-    *("kit_*", "deaths", "example_project", "failing", "memory", "mesh", "order", "reference"),
+    *(
+        "kit_*",
+        "deaths",
+        "example_project",
+        "failing",
+        "findings",
+        "memory",
+        "mesh",
+        "order",
+        "reference",
+    ),
     *("llama_command", "readme", "records", "scheme_laws", "torchrun"),
 )
 """Names of test files that try an edit of the kit. All others reach it too, and would take long."""
