@@ -111,6 +111,18 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
         ),
         "reduce_scatter_tensor(4 x float32 on cpu, op=SUM)",
     ),
+    "a part": (
+        lambda group, odd: group.all_gather_into_tensor(
+            torch.zeros((2 + odd) * group.size), torch.zeros(2 + odd)
+        ),
+        "all_gather_into_tensor(3 x float32 on cpu)",
+    ),
+    "dtype of parts": (
+        lambda group, odd: group.all_to_all_single(
+            *(torch.zeros(2 * group.size, dtype=[torch.float, torch.int][odd]) for _ in "oi")
+        ),
+        "from them, torch.int32)",
+    ),
     "dtype": (
         lambda group, odd: group.broadcast(torch.zeros(2, dtype=[torch.float, torch.int][odd]), 0),
         "2 x int32 on cpu, src=0",
