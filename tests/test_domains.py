@@ -142,11 +142,16 @@ def test_a_fault_among_thousands_of_tokens_is_seen(
         Tried().row(subject, subject.base | {"x.seq_len": "thousands"}, SEED)
 
 
-DEFAULTS: dict[str, set[float]] = {
-    **{
-        x: {1}
-        for x in ["batch", "dp", "offset", "pp", "ranks_per_node", "ring", "tp", "ulysses", "unit"]
-    },
+SWITCHES = (
+    *("causal", "chat", "copy", "deterministic", "gated", "is_agreed", "lse_grad", "measure"),
+    *("offload", "own", "partial", "recompute", "return_lse", "shared", "sinks", "sinks_grad"),
+    *("tie_word_embeddings", "tp_sp"),
+)
+"""The parameters that are False by default."""
+DEFAULTS: dict[str, set[float | str]] = {
+    **{x: {False} for x in SWITCHES},
+    **{x: {True} for x in ["always", "bias", "training"]},
+    **{x: {1} for x in ["batch", "dp", "offset", "pp", "ranks_per_node", "ring", "tp", "unit"]},
     **{
         x: {0}
         for x in [
@@ -160,24 +165,35 @@ DEFAULTS: dict[str, set[float]] = {
         ]
     },
     **{x: {0} for x in ["root", "seed", "start", "temperature"]},
+    **{x: {"auto"} for x in ["algorithm", "transport"]},
     "base": {1e4},
+    "check": {"agree"},
     "chunk": {1024},
+    "device": {"cpu"},
+    "dtype": {"bfloat16"},
     "eps": {1e-5, 1e-6},
     "head_dim": {128},
+    "how": {""},
+    "layout": {"zigzag"},
     "max_position_embeddings": {2048},
     "max_tokens": {64},
+    "name": {"communicator", "exchange"},
+    "norm": {"layer"},
+    "op": {"sum"},
     "pass_tokens": {1024},
     "rms_norm_eps": {1e-6},
     "rope_theta": {1e4},
+    "scheme": {"ring"},
     "show": {10},
     "timeout": {86400},
     "tolerance": {0.02},
     "top": {5},
+    "ulysses": {1, "ulysses"},
 }
-"""The default of every number parameter, by the parameter's name."""
+"""The default of every parameter that has a number, boolean or text, by the parameter's name."""
 
 
-def test_a_number_that_is_left_out_stays_what_it_was() -> None:
+def test_an_argument_that_is_left_out_stays_what_it_was() -> None:
     """Other tests would not notice a changed default, because most pass all arguments."""
     assert defaults() == DEFAULTS
 

@@ -123,6 +123,7 @@ SUMS = r"^not adjoint: <A x, y> = -?\d+\.0, <x, A\^T y> = -?\d+\.[05], summed ov
     [
         (halved, None, SUMS),
         (of_rank_only, None, SUMS),
+        (summed, lambda comm, y: summed(comm, y) * (1 + 2**-40), "^not adjoint"),
         (lambda comm, x: x * torch.nan, None, "<A x, y> = nan, <x, A.T y> = nan"),
         (summed, lambda comm, y: y[:2], r"A\^T y has shape \(2,\), x has \(4,\)$"),
         (lambda comm, x: x[:2], None, r"A x has shape \(2,\), y has \(4,\)$"),

@@ -253,6 +253,11 @@ def test_all_places_give_the_same_defaults_for_open_mpi() -> None:
     given = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
     defaults = ENVIRONMENT | AS_ROOT
     assert {**defaults, **given} == {**given, **defaults}
+    assert defaults.keys() ^ given.keys() == {
+        *("OMPI_MCA_osc", "RES_OPTIONS"),  # only CI sets these, only the launcher the others
+        *(OLD_POLICY, "HYDRA_LAUNCHER", "MPIR_CVAR_POLLS_BEFORE_YIELD", "PYTHONUNBUFFERED"),
+    }
+    assert defaults["OMP_NUM_THREADS"] == "1"
     allow = f"{POLICY}={given[POLICY]} {OLD_POLICY}={ENVIRONMENT[OLD_POLICY]}"
     assert f"export {allow}" == LAUNCH_PROBLEMS["not enough slots"][1]
 

@@ -111,6 +111,18 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
         ),
         "reduce_scatter_tensor(4 x float32 on cpu, op=SUM)",
     ),
+    "a part": (
+        lambda group, odd: group.all_gather_into_tensor(
+            torch.zeros((2 + odd) * group.size), torch.zeros(2 + odd)
+        ),
+        "all_gather_into_tensor(3 x float32 on cpu)",
+    ),
+    "dtype of parts": (
+        lambda group, odd: group.all_to_all_single(
+            *(torch.zeros(2 * group.size, dtype=[torch.float, torch.int][odd]) for _ in "oi")
+        ),
+        "from them, torch.int32)",
+    ),
     "dtype": (
         lambda group, odd: group.broadcast(torch.zeros(2, dtype=[torch.float, torch.int][odd]), 0),
         "2 x int32 on cpu, src=0",
@@ -228,10 +240,18 @@ def test_ranks_of_a_part_of_the_world_are_named_as_in_the_world(comm: Any) -> No
             else:
                 group.recv(into, src=1)
             group.broadcast(into, src=2)
-            swapped = some(2, 3)
+            swapped, total, both, share = some(2, 3), mine.clone(), some(4, 3), some(1, 3)
             group.all_to_all_single(swapped, mine)
-    assert into.tolist() == [[1.0] * 3] * 2
-    assert swapped.tolist() == [[1.0] * 3, [2.0] * 3]
+            group.all_reduce(total)
+            group.all_gather_into_tensor(both, mine)
+            group.reduce_scatter_tensor(share, mine)
+            group.barrier()
+    ones, twos, threes = ([[number] * 3] for number in (1.0, 2.0, 3.0))
+    assert into.tolist() == ones * 2
+    assert swapped.tolist() == ones + twos
+    assert total.tolist() == threes * 2
+    assert both.tolist() == ones * 2 + twos * 2
+    assert share.tolist() == threes
 
 
 def test_without_a_world_there_is_no_group() -> None:

@@ -221,7 +221,10 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     assert found.deadline is None
     assert found.print_blob
     assert {*found.phases} == {*Phase} - {Phase.explain}
-    assert {*found.suppress_health_check} == {*profiles.SUPPRESSED}
+    assert {*found.suppress_health_check} == {
+        *(HealthCheck.too_slow, HealthCheck.data_too_large),
+        *(HealthCheck.large_base_example, HealthCheck.function_scoped_fixture),
+    }
 
 
 def test_constants_of_the_modules_of_a_project_are_not_drawn(

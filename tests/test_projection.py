@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+import torch
 
 import sp_core as sp
 from sp_core import cost, projection
@@ -121,9 +122,10 @@ def test_the_speed_of_attention_is_its_operations_over_the_shortest_of_four_time
     attention = Mock()
     monkeypatch.setattr(projection, "local_attention", attention)
     assert projection.timed_flops(head_dim=2) == 2 * 1024**2 * 4 * 2 / 0.5
-    assert [{x.shape for x in each.args} for each in attention.mock_calls] == [
-        {(1, 1024, 4, 2)}
-    ] * 4
+    given = [
+        ({(x.shape, x.dtype) for x in each.args}, each.kwargs) for each in attention.mock_calls
+    ]
+    assert given == [({((1, 1024, 4, 2), torch.float32)}, {"mask": sp.Mask(causal=True)})] * 4
 
 
 SIZES = ("seq", "ranks-per-node", "heads", "kv-heads", "head-dim", "batch")

@@ -123,7 +123,7 @@ class CheckedGroup:
             lambda: dist.all_to_all_single(output, input, came, went, self._group),
             "all_to_all_single",
             str(input.dtype),
-            text=f"{sent} bytes to the ranks, {received} from them",
+            text=f"{sent} bytes to the ranks, {received} from them, {input.dtype}",
             sends=[Message(self.rank, peer, 0, nbytes) for peer, nbytes in enumerate(sent)],
             receives=[Message(peer, self.rank, 0, nbytes) for peer, nbytes in enumerate(received)],
         )

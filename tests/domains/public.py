@@ -100,17 +100,18 @@ def parameters(function: Public) -> set[str]:
     return names | (Terms.__annotations__.keys() if "terms" in found else set())
 
 
-def defaults() -> dict[str, set[float]]:
-    """Return the numbers that are default values of each parameter or option."""
-    found = defaultdict[str, set[float]](set)
-    for function in functions().values():
+def defaults() -> dict[str, set[float | str]]:
+    """Return the numbers, booleans and texts that are defaults of each parameter or option."""
+    found = defaultdict[str, set[float | str]](set)
+    further = functions(["sp_core.integrations.transformers"])
+    for function in (*functions().values(), *further.values()):
         given: dict[str, Any] = (
             {action.dest: action.default for action in function._actions}
             if isinstance(function, argparse.ArgumentParser)
             else {p.name: p.default for p in inspect.signature(function).parameters.values()}
         )
         for name, value in given.items():
-            if type(value) in (int, float):
+            if type(value) in (int, float, bool, str) and name != "help":
                 found[name].add(value)
     return found
 
