@@ -294,7 +294,7 @@ def _mpiexec(*, measure: bool) -> Finding:
 
     With `measure` the two ranks measure the constants of algorithm="auto".
     """
-    if in_job() or ("SLURM_STEP_ID" in os.environ and not measure):
+    if in_job() or ("SLURM_STEP_NUM_TASKS" in os.environ and not measure):
         return Finding("mpiexec", "note", "not tried: mpiexec or srun has started this process")
     if _mpi_problem() is not None:
         return Finding("mpiexec", "note", "not tried: there is no MPI to try it with")
