@@ -200,12 +200,15 @@ def _constants(*, measure: bool) -> Finding:
     With `measure` and several ranks, all ranks measure them first.
     """
     if measure and _world().size > 1:
+        faulthandler.cancel_dump_traceback_later()  # slow links may need more time
         try:
             measuring.keep(_world())
         except FileError as error:  # on every rank
             return Finding("constants", "broken", "cannot be kept", str(error))
         except CollectiveMismatch as error:  # on every rank
             return Finding("constants", "broken", f"not measured: {error}", SAME)
+        finally:
+            faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     elif measure and in_job():
         remedy = "start more ranks, or leave out mpiexec and srun"
         return Finding("constants", "broken", "one rank cannot measure messages", remedy)
@@ -291,7 +294,7 @@ def _mpiexec(*, measure: bool) -> Finding:
 
     With `measure` the two ranks measure the constants of algorithm="auto".
     """
-    if in_job() or ("SLURM_STEP_ID" in os.environ and not measure):
+    if in_job() or ("SLURM_STEP_NUM_TASKS" in os.environ and not measure):
         return Finding("mpiexec", "note", "not tried: mpiexec or srun has started this process")
     if _mpi_problem() is not None:
         return Finding("mpiexec", "note", "not tried: there is no MPI to try it with")

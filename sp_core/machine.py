@@ -175,11 +175,13 @@ def in_job() -> bool:
 def leave_step() -> None:
     """Remove the variables by which Slurm makes a lone process look like a rank to MPI.
 
-    With them MPICH starts neither here nor in the ranks of an mpiexec. In a job nothing is removed.
+    With PMI_* MPICH starts neither here nor in the ranks of an mpiexec, and with the step's number
+    Open MPI 4 does not start here. In a job nothing is removed.
     """
     if "SLURM_STEP_NUM_TASKS" in os.environ and not in_job():
         for name in [*os.environ]:
-            if re.match(r"PMI_|PMIX_(?!MCA_|INSTALL_PREFIX)", name):  # those are the user's
+            # PMIX_MCA_* and PMIX_INSTALL_PREFIX are the user's
+            if re.match(r"PMI_|PMIX_(?!MCA_|INSTALL_PREFIX)|SLURM_STEP_?ID$", name):
                 del os.environ[name]
 
 
@@ -192,7 +194,11 @@ def _srun_tasks() -> int:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
 
 
-LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+LOCAL_RANKS = (
+    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    *("MV2_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK", "SLURM_LOCALID"),
+)
+"""Of torchrun, Open MPI, MPICH, MVAPICH 2, PALS and Slurm; Slurm's is last, see `local_rank`."""
 
 
 def local_rank(default: int = 0) -> int:

@@ -262,6 +262,9 @@ def test_rank_0_reports_what_other_ranks_find_broken() -> None:
     assert of_all(told[3], world) == [*seen, replace(gpus, text="rank 1: none")]
 
 
+LIMIT = call.dump_traceback_later(300, exit=True)  # it is suspended while ranks measure
+
+
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("broken", 1)])
 @pytest.mark.parametrize(("rank", "job"), [(0, True), (1, True), (1, False)])
 def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
@@ -279,10 +282,7 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
     monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(rank=rank))
     monkeypatch.setattr(doctor, "faulthandler", limit)
     assert doctor.main() == code
-    assert limit.mock_calls == [
-        call.dump_traceback_later(300, exit=True),
-        call.cancel_dump_traceback_later(),
-    ]
+    assert limit.mock_calls == [LIMIT, call.cancel_dump_traceback_later()]
     assert capsys.readouterr().out == ("" if rank and job else f"{report(found)}\n")
 
 
@@ -294,18 +294,21 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
 def test_a_job_of_one_rank_does_not_claim_to_have_measured(
     ranks: int, status: str, kept: int, monkeypatch: pytest.MonkeyPatch, *, job: bool, measure: bool
 ) -> None:
-    measuring = Mock()
+    measuring, world = Mock(), SimpleNamespace(size=ranks)
     measuring.told.return_value = True, "measured"
     monkeypatch.setattr(doctor, "measuring", measuring)
+    monkeypatch.setattr(doctor, "faulthandler", measuring)
     monkeypatch.setattr(doctor, "in_job", lambda: job)
-    monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(size=ranks))
+    monkeypatch.setattr(doctor, "_world", lambda: world)
     assert doctor._constants(measure=measure).status == (status if measure else "ok")
-    assert measuring.keep.call_count == kept * measure
+    calls = [call.cancel_dump_traceback_later(), call.keep(world), LIMIT]
+    assert measuring.mock_calls[:-1] == calls * kept * measure
 
 
 def test_an_error_of_some_ranks_that_measure_is_not_explained_by_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(doctor, "faulthandler", Mock())
     monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(size=2))
     monkeypatch.setattr("sp_core.measuring.keep", Mock(side_effect=PeerFailed("rank 1 has left")))
     with pytest.raises(PeerFailed, match="rank 1 has left"):

@@ -223,12 +223,12 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ("mpiexec", "note", "not tried: mpiexec or srun has started this process"),
     ),
     (
-        LONE | {"os.environ": {"SLURM_STEP_ID": "0"}},
+        LONE | {"os.environ": {"SLURM_STEP_NUM_TASKS": "1"}},
         launched,
         ("mpiexec", "note", "not tried: mpiexec or srun has started this process"),
     ),
     (
-        starting((0, TWO), measured=(0, "")) | {"os.environ": {"SLURM_STEP_ID": "0"}},
+        starting((0, TWO), measured=(0, "")) | {"os.environ": {"SLURM_STEP_NUM_TASKS": "1"}},
         partial(launched, measure=True),
         ("mpiexec", "ok", f"{MPIEXEC} starts 2 ranks"),
     ),

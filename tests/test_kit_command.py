@@ -248,7 +248,10 @@ def test_variables_that_are_set_stay_and_the_others_have_defaults(
 
 
 def test_all_places_give_the_same_defaults_for_open_mpi() -> None:
-    """They stand in the launcher, in ci/env.openmpi and in the remedy of the doctor."""
+    """They stand in the launcher, in ci/env.openmpi and in the remedy of the doctor.
+
+    The launcher also has the names by which Open MPI 4 reads them.
+    """
     lines = (ROOT / "ci" / "env.openmpi").read_text().splitlines()
     given = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
     defaults = ENVIRONMENT | AS_ROOT
@@ -260,6 +263,8 @@ def test_all_places_give_the_same_defaults_for_open_mpi() -> None:
     assert defaults["OMP_NUM_THREADS"] == "1"
     allow = f"{POLICY}={given[POLICY]} {OLD_POLICY}={ENVIRONMENT[OLD_POLICY]}"
     assert f"export {allow}" == LAUNCH_PROBLEMS["not enough slots"][1]
+    binding = "PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"
+    assert [ENVIRONMENT[name] for name in binding] == ["none", "none"]
 
 
 @pytest.mark.mpi_skip

@@ -130,6 +130,8 @@ LONE = {"SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_NAM
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, False, 1, 7),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, True, 2, 0),
         *(({name: "3", "SLURM_LOCALID": "0"}, False, 1, 3) for name in LOCAL_RANKS[:-1]),
+        ({"MV2_COMM_WORLD_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, False, 1, 3),
+        ({"PMI_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, False, 1, 3),
         ({"SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, True, 2, 7),
         ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "2"}, True, 2, 7),
         ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": ""}, True, 4, 7),
@@ -155,7 +157,7 @@ def test_a_launcher_says_whether_this_is_a_job_its_ranks_and_the_rank_on_the_nod
 @pytest.mark.parametrize(
     ("variables", "left"),
     [
-        (LONE, {"SLURM_STEP_NUM_TASKS"}),
+        (LONE | {"SLURM_STEP_ID": "0", "SLURM_STEPID": "0"}, {"SLURM_STEP_NUM_TASKS"}),
         (LONE | {"MPI_LOCALRANKID": "0"}, {*LONE, "MPI_LOCALRANKID"}),
         (LONE | {"SLURM_STEP_NUM_TASKS": "2"}, {*LONE}),
         ({"PMIX_RANK": "0"}, {"PMIX_RANK"}),

@@ -122,6 +122,11 @@ def test_the_child_is_no_rank() -> None:
         "PMI_RANK": "1",
         "PMIX_NAMESPACE": "x",
         "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_MCA_ess": "^singleton",  # Open MPI 4
+        "OMPI_MCA_ess_base_vpid": "1",
+        "OMPI_MCA_orte_local_daemon_uri": "1;tcp://h:5",
+        "OMPI_MCA_pmix": "^s1,s2,cray",
+        "SLURM_STEP_ID": "0",
         "OMPI_MCA_btl": "self",
         "PYTHONPATH": "/p",
     }

@@ -44,11 +44,11 @@ ENVIRONMENT = {
     # keep the memory of freed tensors; else the system maps and clears memory for each large one
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
-    # allow more ranks than cores, fill the slots of all nodes first, bind no rank to a core, let a
-    # rank that waits yield its core
+    # fill the slots of all nodes, then oversubscribe; bind to no core; a rank that waits yields
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "true",  # for Open MPI 4
     "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",  # for Open MPI 4
     "OMPI_MCA_mpi_yield_when_idle": "true",
     "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps for a second in MPI_Init
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",

@@ -35,10 +35,14 @@ OF_A_JOB = (
     "OMPI_APP",
     "OMPI_FILE",
     "OMPI_FIRST",
+    "OMPI_MCA_ess",  # this one and the next two are of Open MPI 4
+    "OMPI_MCA_orte_",
+    "OMPI_MCA_pmix",
     "HYDI",
     "MPI_LOCAL",
+    "SLURM_STEP",
 )
-"""Beginnings of the environment variables that mpiexec sets for a rank.
+"""Beginnings of the environment variables that mpiexec or srun sets for a rank.
 
 A child that had them would try to join the same MPI job."""
 
