@@ -243,6 +243,20 @@ def test_a_request_that_is_abandoned_need_not_be_complete(comm: Any, *, early: b
         finish(request)
 
 
+@spmd(2)
+def test_messages_of_a_rank_that_has_left_are_not_compared(comm: Any) -> None:
+    left = comm.Dup()
+    if comm.rank == 0 and isinstance(left, ThreadComm):
+        left.Isend(np.ones(1), 1)
+        left.abandoned()
+
+
+@spmd(2)
+def test_a_root_that_is_no_rank_is_refused(comm: Any) -> None:
+    with pytest.raises((ValueError, MPI.Exception), match="root"):
+        comm.bcast(0, root=9)
+
+
 SAME = [
     *("bcast", "gather", "scatter", "allgather", "alltoall", "reduce", "Split"),
     *("Isend", "Send", "Irecv", "Recv", "Sendrecv"),

@@ -187,6 +187,7 @@ EXAMPLES["explore"] = int(os.environ.get("SP_EXAMPLES") or 5000)
         {"max_examples": 40, "deadline": 5},
         {"database": InMemoryExampleDatabase()},
         {"max_examples": 100},
+        {"suppress_health_check": [HealthCheck.filter_too_much]},
     ],
 )
 @pytest.mark.parametrize("most", [None, 4, 40])
@@ -224,6 +225,7 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     assert {*found.suppress_health_check} == {
         *(HealthCheck.too_slow, HealthCheck.data_too_large),
         *(HealthCheck.large_base_example, HealthCheck.function_scoped_fixture),
+        *(own or {}).get("suppress_health_check", ()),
     }
 
 
