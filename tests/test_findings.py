@@ -95,6 +95,7 @@ def measuring(size: int) -> dict[str, Any]:
     world, kept = SimpleNamespace(size=size), list[object]()
     return {
         "_world": lambda: world,
+        "faulthandler": Mock(),
         "measuring.keep": kept.append,
         "measuring.told": lambda measured: (True, f"measured: {kept.count(world)}"),
     }

@@ -162,7 +162,7 @@ def test_the_gpu_command_does_not_mix_results_of_two_torches_devices_or_options(
 ) -> None:
     gpu_steps(gpu, "table")
     told = gpu_steps({**gpu, **other}, "table", 2)
-    assert "has results of other code, another torch, device or options. Remove it" in told
+    assert "of other code or options, or of another Python, torch, MPI or device. Remove it" in told
     gpu_steps(gpu, "table")
 
 
@@ -178,7 +178,7 @@ def test_the_gpu_command_does_not_mix_results_of_two_codes(
     assert "table: done before" in gpu_steps(gpu, "table", root=checkout)
     code.write_text("x = 2")
     told = gpu_steps(gpu, "table smoke", 2, root=checkout)
-    assert "sp_core-gpu.tar.gz has results of other code, another torch" in told
+    assert "sp_core-gpu.tar.gz has results of other code or options" in told
     assert len([line for line in called(gpu) if "benchmarks gpu" in line]) == 1
     Path(gpu["OUT"], "sp_core-gpu.tar.gz").unlink()
     gpu_steps(gpu, "table", root=checkout)

@@ -129,7 +129,7 @@ def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
     mark: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A test that pytest-mpi leaves out is not marked; one that it expects to fail is so, too.
+    """A test that pytest-mpi leaves out is not marked. One that is expected to fail is marked so.
 
     Only tests of the kit have their health check suppressed.
     """

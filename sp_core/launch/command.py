@@ -337,7 +337,7 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
         try:
             with _signals_held_back():
                 launch = Launch(ranks, command, mpi_args, directory, timeout)
-            result = launch.run_dir / RESULT
+                result = launch.run_dir / RESULT
             while not (reason := launch.trouble(POLL_SECONDS)) and launch.ended() is None:
                 pass
             reason, ended = reason or launch.trouble(0.0), launch.ended()
@@ -353,7 +353,7 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
             elif ended and not (launch.run_dir / STARTED).exists():
                 print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
         except (KeyboardInterrupt, SystemExit):
-            if launch and (tests := results.told(launch.run_dir)):
+            if launch and not result.exists() and (tests := results.told(launch.run_dir)):
                 text = "\n".join(["the launch was interrupted", *tests])
                 with suppress(OSError):  # a terminal that was closed
                     results.write_junit(launch.run_dir, text)

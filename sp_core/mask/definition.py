@@ -200,8 +200,8 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 def _unfit(positions: object) -> TypeError:
     """Return the error for positions that are not integers below 2**62."""
     return TypeError(
-        f"positions are {positions!s:.80}, needed integers below 2**62 in a list; pass global "
-        f"token positions"
+        f"positions are {positions!s:.80}, needed integers below 2**62 in a list or range; "
+        f"pass global token positions"
     )
 
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from numbers import Real
 
 import torch
@@ -68,7 +69,7 @@ class Placement:
         held = tuple(map(tuple, self.held))
         vars(self).update(shape=tuple(self.shape), dim=range(dims)[self.dim], held=held)
         whole = range((*self.shape, 1)[self.dim])
-        if outside := [x for x in sum(held, ()) if x and not (x[0] in whole and x[-1] in whole)]:
+        if outside := [x for x in chain(*held) if x and not (x[0] in whole and x[-1] in whole)]:
             given = f"ranges {outside[:3]} were given for a dim with {len(whole)} slices"
             raise ShapeError(f"{given}. Give each rank only ranges inside {whole}.")
 

@@ -211,9 +211,9 @@ def check_summed(layer: nn.Module, comm: Communicator, *names: str) -> None:
         kind, part = type(layer).__name__, type(parts[wrong[0]])
         raise TypeError(
             f"{kind}.{wrong[0]} is a {part.__module__}.{part.__qualname__} with weights that "
-            f"learn, whose gradients are not summed over {comm.name}. Pass layers with the same "
-            "comm that inherit from ReplicatedLayer, as RMSNorm does, or parallel linear layers "
-            "with a sharding; or freeze the weights."
+            f"learn, and nothing shows that their gradients are summed over {comm.name}. Pass "
+            "layers with the same comm that inherit from ReplicatedLayer, as RMSNorm does, or "
+            "parallel linear layers with a sharding; or freeze the weights."
         )
 
     if wrong:

@@ -123,8 +123,8 @@ def shown_keys(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> Shown:
     """Find the keys of each rank that queries of other ranks see.
 
     For each run of keys in a document, return all keys between the first and the last one that
-    another rank sees. If a segment has a step above 1, as in a striped sharding, or a single one
-    has all queries, return all keys of each block that another rank sees.
+    another rank sees. Return all keys of each block that another rank sees if a segment has a step
+    above 1, as in a striped sharding. So do if a single segment has all queries.
 
     Args:
         sharding: the positions of each rank's queries.

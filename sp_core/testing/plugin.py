@@ -121,6 +121,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         allow_fixtures(getattr(item, "obj", None))
 
 
+@pytest.hookimpl(trylast=True)  # after pytest has left out tests by -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse what tests on ranks cannot bear: pytest-forked, and a launch without `--with-mpi`.
 
@@ -132,8 +133,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     forks = config.getoption("forked", None)  # None without pytest-forked
     if forks is not None and any(forks or item.get_closest_marker("forked") for item in ours):
         text = (
-            "pytest-forked (--forked, or the mark forked) was given, but what tests on ranks "
-            "record is lost with the forked process, and a rank of MPI must not fork. Leave it out."
+            "pytest-forked (--forked, or the mark forked) was given. The forked process loses what "
+            "tests on ranks record, and a rank of MPI must not fork. Leave it out."
         )
         raise pytest.UsageError(*([] if getattr(kit.current.control, "rank", 0) else [text]))
     if _with_mpi(config) or not ours:

@@ -98,11 +98,13 @@ class Job:
 
     def close(self, patience: float = END_SECONDS) -> None:
         """End the launch. Before that it has `patience` seconds to end by itself."""
-        hand_over(self._directory / EXAMPLE, None)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launch.process.wait(patience)
-        self._launch.end()
-        self._folder.cleanup()
+        try:
+            hand_over(self._directory / EXAMPLE, None)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launch.process.wait(patience)
+        finally:
+            self._launch.end()
+            self._folder.cleanup()
 
 
 class Jobs:

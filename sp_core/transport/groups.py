@@ -52,20 +52,27 @@ class GroupComm(Observer):
         rank: the caller's rank in this communicator.
         size: the number of ranks.
         limit: longest time for one transfer; also an attribute.
-
-    Attributes:
-        world_rank: the caller's rank in the default group of torch.distributed.
+        world_rank: the caller's rank in the default group of torch.distributed, which errors name;
+            `rank` if None. Also an attribute.
 
     Raises:
         OSError: this system is not Linux.
         PeerFailed: the ranks cannot connect within the limit.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, limit: timedelta) -> None:
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        size: int,
+        limit: timedelta,
+        world_rank: int | None = None,
+    ) -> None:
         require_linux()
         self._store, self._name, self.limit = store, name, limit
         self.rank, self.size, self._children = rank, size, itertools.count()
-        self.world_rank = distributed.get_rank() if distributed.is_initialized() else rank
+        self.world_rank = rank if world_rank is None else world_rank
         self._spent = list[str]()  # names of freed counters
         self._next_look, self._asks, self._near = 0.0, True, dict[int, int]()
         try:
@@ -168,7 +175,7 @@ class GroupComm(Observer):
 
     def alone(self) -> GroupComm:
         """Return a communicator of this rank alone."""
-        return GroupComm(HashStore(), "alone", 0, 1, self.limit)
+        return GroupComm(HashStore(), "alone", 0, 1, self.limit, self.world_rank)
 
     def abandoned(self) -> None:
         """Write in the store that this rank has left after an error.
@@ -239,7 +246,8 @@ class GroupComm(Observer):
 
     def _made(self, name: str, rank: int, size: int) -> GroupComm:
         """Return a new communicator, whose name in the store begins with this one's name."""
-        return GroupComm(self._store, f"{self._name}.{name}", rank, size, self.limit)
+        told = self._store, f"{self._name}.{name}", rank, size, self.limit
+        return GroupComm(*told, self.world_rank)
 
     def _message(
         self, post: Callable[..., Any], buf: Array, peer: int, tag: int, what: str
@@ -323,7 +331,7 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
             f"rank {rank} cannot reach torch's store, which another process keeps: "
             f"{short_text(error)} See what the other ranks say."
         ) from error
-    return GroupComm(store, name, ranks.index(rank), len(ranks), limit)
+    return GroupComm(store, name, ranks.index(rank), len(ranks), limit, rank)
 
 
 def communicator_of(given: object) -> GroupComm | None:

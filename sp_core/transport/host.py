@@ -41,8 +41,9 @@ _SUMMABLE = {
 """Dtypes that MPI can sum."""
 WIDER = dict.fromkeys(HALF, torch.float32)
 """For each half type, the dtype in which MPI sums it."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAME_WIDTH = _INTEGERS | {16: torch.complex128}
+_WIDTHS = 1, 2, 4, 8, 16
+_WORDS = torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128
+_SAME_WIDTH = dict(zip(_WIDTHS, _WORDS, strict=True))
 """For each size of an element in bytes, a dtype of that size that MPI and NumPy have."""
 
 
