@@ -172,22 +172,20 @@ def read(_: Any, drawn: Values) -> Iterator[Call]:
         checkpoint = Checkpoint(drawn["folder.type"](folder))
         (folder / "other").mkdir()
         written(replace(case, layers=case.layers + 1), folder / "other", drawn)
-        shape, by_rows = tensors[drawn["name"]].shape, "pieces of rows" in drawn["placement"]
-        cuts = sorted(chance.randint(0, shape[0 if by_rows else -1]) for _ in range(8))
+        shape, kind = tensors[drawn["name"]].shape, drawn["placement"]
+        ends = {"pieces of columns": len(shape) - 1, "pieces of rows, from the end": -len(shape)}
+        dim, size = ends.get(kind, 0), drawn["rank"] + 1
+        cuts = sorted(chance.randint(0, shape[dim]) for _ in range(8))
         pieces = tuple(
             (range(a, b), range(c, d)) for a, b, c, d in zip(*[iter(cuts)] * 4, strict=True)
         )
-        size = drawn["rank"] + 1
         placements = {
             "replicated": Placement.replicated(shape, size),
             "split": Placement.split(shape, 0, size),
-            "pieces of rows": Placement(shape, 0, pieces * size),
-            "pieces of columns": Placement(shape, len(shape) - 1, pieces * size),
-            "pieces of rows, from the end": Placement(shape, -len(shape), pieces * size),
         }
         given = {
             "name": drawn["name"],
-            "placement": placements[drawn["placement"]],
+            "placement": placements.get(kind) or Placement(shape, dim, pieces * size),
             "rank": drawn["rank"],
         }
         yield Call(checkpoint.read, given, partial(judge_read, checkpoint, tensors, given))
