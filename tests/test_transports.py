@@ -270,7 +270,7 @@ def test_mpi_has_all_messages_before_a_call_blocks() -> None:
 
 
 def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again() -> None:
-    host = Mock(**{"start.side_effect": OSError("the network is gone")})
+    host = Mock(**{"start_early.side_effect": OSError("the network is gone")})
     made, one = PipelinedTransport(host, DelayedStreams(), 1), operation("all_reduce", 0, 1, (5,))
     for handle in [made.start(one, torch.ones(5), torch.zeros(5)) for _ in range(2)] * 2:
         with pytest.raises(OSError, match="network"):

@@ -189,7 +189,8 @@ class PipelinedTransport(OverHost):
         The reason is that all ranks must call MPI in the same order. Transfers advance only in
         `test` of a handle.
         """
-        return self._enqueue(self._collective(operation, send, recv, self._host.start), self._queue)
+        steps = self._collective(operation, send, recv, self._host.start_early)
+        return self._enqueue(steps, self._queue)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin messages and return their handle.
