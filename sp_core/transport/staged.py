@@ -148,6 +148,8 @@ class PipelinedTransport(OverHost):
         poll: called while a prepared collective waits, so that other transfers make progress.
     """
 
+    _host: HostTransport
+
     def __init__(
         self,
         host: HostTransport,
