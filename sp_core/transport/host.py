@@ -41,9 +41,8 @@ _SUMMABLE = {
 """Dtypes that MPI can sum."""
 WIDER = dict.fromkeys(HALF, torch.float32)
 """For each half type, the dtype in which MPI sums it."""
-_WIDTHS = 1, 2, 4, 8, 16
 _WORDS = torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128
-_SAME_WIDTH = dict(zip(_WIDTHS, _WORDS, strict=True))
+_SAME_WIDTH = {dtype.itemsize: dtype for dtype in _WORDS}
 """For each size of an element in bytes, a dtype of that size that MPI and NumPy have."""
 
 
@@ -98,7 +97,7 @@ class HostTransport(Transport):
         return Transfer([call().Test], call, partial(in_turn, *after))
 
     def start_early(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin as `start`, maybe long before other ranks, which may need messages of this one."""
+        """Begin as `start`, though other ranks may first wait for messages of this rank."""
         self._observer.announce_early()
         return self.start(operation, send, recv)
 
