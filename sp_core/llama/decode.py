@@ -108,6 +108,7 @@ class Decoder:
             TypeError: a part that the model reads was replaced, or has hooks. On every rank.
             CollectiveMismatch: ranks with different tokens. On every rank. No error adds tokens.
         """
+        torch.clear_autocast_cache()  # it may have casts of earlier weights
         return self._run("prefill", tokens, self._spread)
 
     def decode(self, tokens: Tokens) -> Tensor:

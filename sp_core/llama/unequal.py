@@ -105,6 +105,7 @@ def compute(
     Returns:
         Hidden states of the last tokens that this rank computed, by the index of the sequence.
     """
+    torch.clear_autocast_cache()  # it may have casts of earlier weights
     rows: Rows = {}
     for number in plan.sharded:
         rows |= _computed(model, (number,), sequences, plan)
