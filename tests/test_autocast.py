@@ -4,11 +4,13 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from llama_cases import Case
 from torch import Tensor
 
 import sp_core as sp
+from sp_core.attention import kernels
 from sp_core.llama import Decoder, Llama
 from sp_core.llama.train import backward, train_step
 from sp_core.llama.unequal import prefill_unequal, work_of
@@ -53,3 +55,23 @@ def test_calls_in_one_block_of_autocast_use_the_weights_of_their_time(comm: Any)
                     with lowered():
                         found.append(call(model, sgd))
     torch.testing.assert_close(found[len(calls) :], found[: len(calls)], rtol=0, atol=0)
+
+
+@spmd(1)
+def test_decoding_computes_scores_in_the_dtype_of_the_model(comm: Any) -> None:
+    """On a GPU the kernel of torch operations computes them if no fused kernel fits."""
+    dtypes, matmul = set[torch.dtype](), torch.matmul
+
+    def product(*given: Tensor) -> Tensor:
+        out = matmul(*given)
+        dtypes.add(out.dtype)
+        return out
+
+    with sp.Mesh(comm, ring=1) as mesh, pytest.MonkeyPatch.context() as patch:
+        decoder = Decoder(CASE.model(mesh), [4])
+        decoder.prefill([[1, 2]])
+        patch.setattr(kernels, "backend_for", lambda *_: "plain")
+        patch.setattr(torch, "matmul", product)
+        with lowered():
+            decoder.decode([[3]])
+    assert dtypes == {torch.float32}

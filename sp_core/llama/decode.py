@@ -24,6 +24,7 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.attention import Logits, block_attention, merge_into
+from sp_core.attention.function import exact
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
@@ -184,10 +185,11 @@ class Decoder:
             cache.write(layer, k[:, mine], v[:, mine])
             logits = Logits.of(q)
             q, k, v = (x.transpose(1, 2) for x in (q, *map(model.spread, cache.read(layer))))
-            parts = (
-                block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **how, logits=logits)
-                for i, j, how in blocks
-            )
+            with exact(q):
+                parts = [
+                    block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **how, logits=logits)
+                    for i, j, how in blocks
+                ]
             out, lse = (torch.cat(part, 2) for part in zip(*parts, strict=True))
             return _merged(out, lse, comm).transpose(1, 2).to(q.dtype)
 
