@@ -23,6 +23,7 @@ from torch import Tensor
 import sp_core as sp
 from sp_core.llama import Decoder, model as llama_model
 from sp_core.llama.pipeline import MicroBatch, forward, loss_and_gradients, sum_tied_gradients
+from sp_core.llama.unequal import compute
 from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.memory import KEEP_ALL
 from sp_core.scheduling import (
@@ -282,6 +283,15 @@ def test_passes_keep_the_order_and_their_limit(lengths: list[int], size: int, mo
         assert [number for part in cut for number in part] == list(numbers)
         assert all(len(part) == 1 or sum(lengths[n] for n in part) <= most for part in cut)
         assert all(sum(lengths[n] for n in (*a, b[0])) > most for a, b in pairwise(cut))
+
+
+@spmd(1, 2)
+def test_of_a_packed_row_only_the_last_tokens_are_kept(comm: Any) -> None:
+    texts = [[1] * 20] * 6
+    plan = POLICIES["contiguous"]([*map(len, texts)], comm.size, Work(1, 1))
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        rows = compute(Case((4, 2)).model(mesh), texts, plan, pass_tokens=40).values()
+        assert all(row.untyped_storage().nbytes() == row.nbytes for row in rows)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

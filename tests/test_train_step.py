@@ -19,8 +19,9 @@ from llama_cases import SCALINGS, Case, mesh_of
 from test_llama_checkpoint import shared
 from test_resume import Training
 from torch import Tensor
-from torch.nn import Dropout, Linear, Parameter, Sequential
+from torch.nn import Dropout, Linear, Module, Parameter, Sequential
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrizations import spectral_norm
 
 import sp_core as sp
 from sp_core.llama import Llama, create, generate
@@ -51,16 +52,17 @@ def drop(module: Any, given: Any, out: Tensor) -> Any:
     return torch.nn.functional.dropout(out)
 
 
-def with_dropout(model: Llama) -> Any:
+def with_part(make: Callable[[], Module], model: Llama) -> Any:
     norm = model.layers[0].get_submodule("input_layernorm")
-    model.layers[0].input_layernorm = Sequential(norm, Dropout())
+    model.layers[0].input_layernorm = Sequential(norm, make().double().requires_grad_(False))
     return nullcontext()
 
 
 DRAWING: dict[str, Callable[[Llama], Any]] = {
     "a hook on a layer": lambda model: model.layers[0].register_forward_hook(drop),
     "a hook on all modules": lambda model: register_module_forward_hook(drop),
-    "a new part of a layer": with_dropout,
+    "a new part of a layer": partial(with_part, Dropout),
+    "a new part with buffers": partial(with_part, lambda: spectral_norm(Linear(10, 10))),
 }
 
 
@@ -74,10 +76,10 @@ def test_a_layer_draws_its_random_numbers_again_in_the_backward(
     with sp.Mesh(comm, tp=1) as mesh:
         for how in (dict[str, Any](), saving):
             model = CASE.model(mesh)
+            torch.manual_seed(1)
             with DRAWING[change](model):
-                torch.manual_seed(1)
                 backward(model, [[1, 2, 3, 4]], **how)
-            found.append([x.grad for x in model.parameters()])
+            found.append([*(x.grad for x in model.parameters()), *model.buffers()])
     torch.testing.assert_close(*found)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.attention import Logits, block_attention, merge_into
+from sp_core.attention.function import exact
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
@@ -108,6 +109,7 @@ class Decoder:
             TypeError: a part that the model reads was replaced, or has hooks. On every rank.
             CollectiveMismatch: ranks with different tokens. On every rank. No error adds tokens.
         """
+        torch.clear_autocast_cache()  # it may have casts of earlier weights
         return self._run("prefill", tokens, self._spread)
 
     def decode(self, tokens: Tokens) -> Tensor:
@@ -183,10 +185,11 @@ class Decoder:
             cache.write(layer, k[:, mine], v[:, mine])
             logits = Logits.of(q)
             q, k, v = (x.transpose(1, 2) for x in (q, *map(model.spread, cache.read(layer))))
-            parts = (
-                block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **how, logits=logits)
-                for i, j, how in blocks
-            )
+            with exact(q):
+                parts = [
+                    block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **how, logits=logits)
+                    for i, j, how in blocks
+                ]
             out, lse = (torch.cat(part, 2) for part in zip(*parts, strict=True))
             return _merged(out, lse, comm).transpose(1, 2).to(q.dtype)
 

@@ -224,6 +224,7 @@ class Llama(nn.Module):
 
         Weights that `join_weights` joined while frozen and that learn now become contiguous again.
         """
+        torch.clear_autocast_cache()  # it may have casts of earlier weights, or without gradients
         for x in self.parameters():
             if x.requires_grad and not x.is_contiguous():
                 with torch.inference_mode(x.is_inference()):  # as `join`

@@ -146,9 +146,10 @@ def backward(
         own: whether the sequences are those of this replica only. Own sequences need to be equal
             only on the ranks of the replica.
         window: how many tokens of its sequence a token sees: itself and those just before it. None
-            for all up to itself.
+            for all up to itself. The model does not keep the window: `generate` uses none.
         recompute: whether each layer keeps only its input (B, S/P, E), and is computed once more in
-            the backward pass, for long sequences. Loss and gradients are the same numbers.
+            the backward pass, for long sequences. Loss and gradients are the same numbers. A layer
+            of which a part was replaced by one with buffers keeps its activations.
         offload: as `recompute`, and the inputs of layers wait in host memory. If the model is on a
             CPU they stay where they are.
         chunk: how many tokens of a rank the feed-forward takes at a time; None for all. Backward

@@ -105,6 +105,7 @@ def compute(
     Returns:
         Hidden states of the last tokens that this rank computed, by the index of the sequence.
     """
+    torch.clear_autocast_cache()  # it may have casts of earlier weights
     rows: Rows = {}
     for number in plan.sharded:
         rows |= _computed(model, (number,), sequences, plan)
@@ -167,7 +168,8 @@ def _computed(
     places = {position: place for place, position in enumerate(positions.tolist())}
     starts = zip(numbers, mask.documents or (), strict=False)
     lasts = {number: start + len(sequences[number]) - 1 for number, start in starts}
-    return {number: row[places[last]] for number, last in lasts.items() if last in places}
+    # clones, because a view would keep the hidden states of all tokens of the row
+    return {number: row[places[last]].clone() for number, last in lasts.items() if last in places}
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -34,16 +34,17 @@ class Saving:
         arguments.check(recompute=self.recompute, offload=self.offload)
         arguments.check_positive(chunk=self.chunk)
 
-    def apply(self, layer: Callable[..., Tensor], x: Tensor, *given: Any) -> Tensor:
+    def apply(self, layer: nn.Module, x: Tensor, *given: Any) -> Tensor:
         """Return `layer(x, *given, chunk)`.
 
         With `recompute` or `offload` only the arguments of `layer` are saved for backward. Backward
         calls `layer` again, and draws the same random numbers. With `offload` the arguments are
-        saved in host memory.
+        saved in host memory. A layer with buffers keeps its activations: a second call could find
+        others.
         """
         given, kind = (*given, self.chunk), x.device.type
-        if not (self.offload or self.recompute):
-            return layer(x, *given)
+        if not (self.offload or self.recompute) or [*layer.buffers()]:
+            return cast("Tensor", layer(x, *given))
         again = partial(recomputed, layer, x, *given, random=True)  # a new part may have dropout
         if not self.offload:
             return again()

@@ -1,0 +1,77 @@
+"""Test models under autocast, which computes products of float32 in a half type."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from llama_cases import Case
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.attention import kernels
+from sp_core.llama import Decoder, Llama
+from sp_core.llama.train import backward, train_step
+from sp_core.llama.unequal import prefill_unequal, work_of
+from sp_core.scheduling import balanced
+from sp_core.testing import spmd
+
+CASE = Case((6, 3), vocab=31, dtype="float32")
+TEXTS = [[1, 2, 3], [4, 5]]
+lowered = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def whole_step(model: Llama, sgd: torch.optim.Optimizer) -> float:
+    return train_step(model, sgd, TEXTS, max_norm=1.0).loss
+
+
+def own_step(model: Llama, sgd: torch.optim.Optimizer) -> float:
+    loss = backward(model, TEXTS)
+    sgd.step()
+    return loss
+
+
+def decoded(model: Llama, sgd: torch.optim.Optimizer) -> Tensor:
+    return Decoder(model, [3, 2]).prefill(TEXTS)
+
+
+def prefilled(model: Llama, sgd: torch.optim.Optimizer) -> Tensor:
+    plan = balanced([*map(len, TEXTS)], model.grid.sequence.size, work_of(model.config))
+    return prefill_unequal(model, TEXTS, plan)
+
+
+@spmd(1, 2)
+def test_calls_in_one_block_of_autocast_use_the_weights_of_their_time(comm: Any) -> None:
+    """Autocast keeps the weights that it has converted until the outermost block ends."""
+    found = []
+    calls = (whole_step, own_step, decoded, own_step, prefilled, whole_step, decoded)
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        for outer in (nullcontext, lowered):
+            model = CASE.model(mesh, tp_sp=comm.size > 1)
+            sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+            with outer():
+                for call in calls:
+                    with lowered():
+                        found.append(call(model, sgd))
+    torch.testing.assert_close(found[len(calls) :], found[: len(calls)], rtol=0, atol=0)
+
+
+@spmd(1)
+def test_decoding_computes_scores_in_the_dtype_of_the_model(comm: Any) -> None:
+    """On a GPU the kernel of torch operations computes them if no fused kernel fits."""
+    dtypes, matmul = set[torch.dtype](), torch.matmul
+
+    def product(*given: Tensor) -> Tensor:
+        out = matmul(*given)
+        dtypes.add(out.dtype)
+        return out
+
+    with sp.Mesh(comm, ring=1) as mesh, pytest.MonkeyPatch.context() as patch:
+        decoder = Decoder(CASE.model(mesh), [4])
+        decoder.prefill([[1, 2]])
+        patch.setattr(kernels, "backend_for", lambda *_: "plain")
+        patch.setattr(torch, "matmul", product)
+        with lowered():
+            decoder.decode([[3]])
+    assert dtypes == {torch.float32}
