@@ -218,6 +218,24 @@ def test_an_agreement_that_an_error_interrupts_goes_on(
     run_threads(3, body, timeout=10)
 
 
+def test_an_interrupted_agreement_of_a_mesh_outlives_the_call() -> None:
+    """MPI writes to its memory when the other ranks make the mesh."""
+
+    def body(comm: Any) -> None:
+        mine = progress.of_this_rank()
+        if comm.rank == 0:
+            mine.add(Mock(**{"advance.side_effect": chain([TimeoutError], repeat(False))}))
+            with pytest.raises(TimeoutError):
+                agree(comm, "f")
+            assert len(mine.kept) == 1
+        else:
+            agree(comm, "f")
+        mine.settle(5)
+        assert mine.kept == []
+
+    run_threads(2, body)
+
+
 def test_last_agreements_behind_an_open_one_begin_in_the_order_in_which_they_were_made() -> None:
     """Each rank tests them at its own times. MPI matches them in the order in which they begin."""
 
