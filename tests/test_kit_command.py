@@ -218,6 +218,7 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(
         ([], {}),
         (["--timeout", "2.5"], {"timeout": 2.5}),
         (["--mpi-args", "--map-by 'a b'"], {"mpi_args": ["--map-by", "a b"]}),
+        (["--mpi-args=--oversubscribe"], {"mpi_args": ["--oversubscribe"]}),
     ],
 )
 @pytest.mark.parametrize("dashes", [["--"], []])

@@ -379,15 +379,10 @@ def main(
     """
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=timeout,
-        help="seconds for the whole launch (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--mpi-args", type=shlex.split, default=[], help="more arguments for mpiexec, in one string"
-    )
+    limit = "seconds for the whole launch (default: %(default)g)"
+    parser.add_argument("--timeout", type=float, default=timeout, help=limit)
+    more = "more arguments for mpiexec, in one string; write --mpi-args=--WORD if it is one word"
+    parser.add_argument("--mpi-args", type=shlex.split, default=[], help=more)
     parser.add_argument("command", nargs=argparse.PARSER, help="after --: what each rank runs")
     given = parser.parse_args(arguments)
     words = given.command[given.command[0] == "--" :]
