@@ -126,10 +126,15 @@ def agree(
         question.answer()
     control.last = []
     control.open[:] = [question := Question(control, call, value, error)]
-    if under_way.idle and question.requests:  # then nothing needs `poll` during a wait of MPI
-        question.wait()
-    else:
-        wait(question, under_way.poll)
+    try:
+        if under_way.idle and question.requests:  # then nothing needs `poll` during a wait of MPI
+            question.wait()
+        else:
+            wait(question, under_way.poll)
+    except BaseException:
+        if control is not comm:  # the control ends here, and MPI still uses the question's memory
+            under_way.keep([question])
+        raise
     control.open.clear()
     return question.answer()
 

@@ -185,7 +185,7 @@ class Communicator(NotCopied):
 
     @eager
     def poll(self) -> None:
-        """Advance all operations that this rank has started, on any communicator, without blocking.
+        """Advance operations of this rank on all meshes that the same thread made; do not block.
 
         Call `poll` between parts of a long computation, or in a signal handler; it is cheap.
         """

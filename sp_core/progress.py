@@ -42,6 +42,7 @@ class Progress:
         self.posting: WeakSet[Any] = WeakSet()
         self.kept: list[Any] = []
         self.lost: list[Any] = []
+        self._settled = Locked(self._settle, self.lock)
 
     def add(self, source: Any) -> None:
         """Let every `poll` call `source.advance()` from now on, until `advance` returns False."""
@@ -52,9 +53,23 @@ class Progress:
         self._busy.pop(source, None)
 
     def keep(self, questions: Sequence[Any]) -> None:
-        """Add agreements to `kept`, and drop those in `kept` that are complete."""
-        self.kept = [*filter(_goes_on, self.kept), *questions]
+        """Add agreements to `kept`, drop those that are complete, and let `poll` test the others.
+
+        Other ranks may need them, and this rank need not wait for them.
+        """
+        with self.lock:
+            self.kept += questions
+        if self.advance():
+            self.add(self)
+
+    def advance(self) -> bool:
+        """Drop the agreements in `kept` that are complete. Return whether others are left."""
+        return not self._settled.test()
+
+    def _settle(self) -> bool:
+        self.kept = [*filter(_goes_on, self.kept)]
         self._hold()
+        return not self.kept
 
     def lose(self, transfers: Sequence[Any]) -> None:
         """Add transfers that an error has ended to `lost`."""

@@ -183,7 +183,7 @@ def test_an_agreement_that_an_error_interrupts_goes_on(
     An operation that is under way lets rank 0 wait by polling, where a signal may raise an error.
     A communicator in another order of axes does not overtake this agreement.
     """
-    under_way = Mock(**{"advance.side_effect": chain([TimeoutError], repeat(True))})
+    under_way = Mock(**{"advance.side_effect": chain([TimeoutError], repeat(False))})
     others_may_call = Event()
 
     def body(comm: Any) -> None:
@@ -210,10 +210,30 @@ def test_an_agreement_that_an_error_interrupts_goes_on(
         elif not leaves:
             assert group.agree_on(lambda: "g", lambda: comm.rank) == (0, 1, 2)
             mesh.free()
+        with sp.Mesh(comm, **axes):  # type: ignore[arg-type]
+            pass
         mine.settle(5)
         assert mine.kept == []
 
     run_threads(3, body, timeout=10)
+
+
+def test_an_interrupted_agreement_of_a_mesh_outlives_the_call() -> None:
+    """MPI writes to its memory when the other ranks make the mesh."""
+
+    def body(comm: Any) -> None:
+        mine = progress.of_this_rank()
+        if comm.rank == 0:
+            mine.add(Mock(**{"advance.side_effect": chain([TimeoutError], repeat(False))}))
+            with pytest.raises(TimeoutError):
+                agree(comm, "f")
+            assert len(mine.kept) == 1
+        else:
+            agree(comm, "f")
+        mine.settle(5)
+        assert mine.kept == []
+
+    run_threads(2, body)
 
 
 def test_last_agreements_behind_an_open_one_begin_in_the_order_in_which_they_were_made() -> None:

@@ -14,6 +14,7 @@ from oracle.schedule_cases import schedule
 import sp_core
 from sp_core import llama, scheduling, testing
 from sp_core.programs import doubling, table
+from sp_core.testing import engine
 
 pytestmark = pytest.mark.mpi_skip
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,6 +159,12 @@ def test_files_that_a_text_refers_to_are_there(
         if not any([*base.glob(path)] for base in (file.parent, *places))
     ]
     assert lost == []
+
+
+def test_the_texts_say_how_many_examples_run_again() -> None:
+    tutorial = (ROOT / "docs" / "tutorials" / "testing.md").read_text()
+    assert f"up to {engine.MAX_RAW_EXAMPLES} passed examples" in tutorial
+    assert f"up to {engine.MAX_RAW_EXAMPLES} drawn inputs" in (ROOT / "README.md").read_text()
 
 
 def test_each_section_of_the_results_names_a_committed_record() -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -218,6 +219,7 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(
         ([], {}),
         (["--timeout", "2.5"], {"timeout": 2.5}),
         (["--mpi-args", "--map-by 'a b'"], {"mpi_args": ["--map-by", "a b"]}),
+        (["--mpi-args=--oversubscribe"], {"mpi_args": ["--oversubscribe"]}),
     ],
 )
 @pytest.mark.parametrize("dashes", [["--"], []])
@@ -246,6 +248,21 @@ def test_variables_that_are_set_stay_and_the_others_have_defaults(
     passed = {"SP_RUN_DIR": "/run", "SP_RUN_HOST": watch_module.this_host()}
     remote = {"OMPI_MCA_mca_base_env_list": "SP_RUN_DIR;SP_RUN_HOST"}
     assert environment(Path("/run")) == defaults | as_root | given | passed | remote
+
+
+@pytest.mark.parametrize("given", [{}, {"OMPI_MCA_mca_base_env_list": "MINE"}])
+def test_ranks_get_variables_by_options_if_other_variables_are_given_so(
+    given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI 4 does not start with both such an option and a list of variables."""
+    monkeypatch.setattr(os, "environ", {**given})
+    monkeypatch.setattr(command_module, "find_mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(subprocess, "Popen", started := Mock())
+    command_module.Launch(1, ["tool"], ["-x", "A=1"], tmp_path).deaths.close()
+    passed = [] if given else ["-x", "SP_RUN_DIR", "-x", "SP_RUN_HOST"]
+    assert started.call_args.args[0] == ["mpiexec", "-x", "A=1", *passed, "-n", "1", "tool"]
+    env = started.call_args.kwargs["env"]
+    assert {name: env[name] for name in env if name.endswith("env_list")} == given
 
 
 def test_all_places_give_the_same_defaults_for_open_mpi() -> None:

@@ -205,7 +205,7 @@ def test_a_backward_without_messages_needs_no_other_rank(comm: Any, graph: bool)
 
 
 def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> None:
-    """`Progress.keep` drops an agreement that has failed, raises nothing, and holds the open ones.
+    """`Progress.keep` drops an agreement that has failed, raises nothing; `poll` tests open ones.
 
     Over gloo an agreement fails once other ranks have closed the connections of its mesh.
     """
@@ -215,10 +215,13 @@ def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> N
 
     found = Progress()
     found.keep([SimpleNamespace(test=fails), SimpleNamespace(test=lambda: True)])
-    waits = SimpleNamespace(test=lambda: False)
+    waits = Mock(**{"test.return_value": False})
     found.keep([waits])
     found.keep([])
-    assert found.kept == [waits]
+    assert (found.kept, found.idle) == ([waits], False)
+    waits.test.return_value = True
+    found.poll()
+    assert (found.kept, found.idle) == ([], True)
 
 
 @pytest.mark.parametrize(("lasts", "ends"), [(0.02, 0.02), (9.0, 0.05)])

@@ -283,6 +283,15 @@ def test_a_run_of_a_plan_makes_no_tensor(comm: Any, transport: str, dtype: torch
                 assert live.peak == before, (op, named)
 
 
+@pytest.mark.parametrize(("op", "copies"), [("sum", 1), ("max", 5)])
+@spmd(2)
+def test_a_reduction_in_place_by_mpi_needs_so_many_copies(comm: Any, op: str, copies: int) -> None:
+    x = torch.ones(5000)
+    with sp.Mesh(comm, check="off", sp=comm.size) as mesh, LiveBytes((x,)) as live:
+        sp.all_reduce_(x, comm=mesh["sp"], op=op, algorithm="mpi")
+    assert copies * x.nbytes <= live.peak - x.nbytes < (copies + 0.5) * x.nbytes
+
+
 @pytest.mark.parametrize("algorithm", ["auto", "mpi"], ids="by {}".format)
 @spmd(1, 2)
 def test_what_is_under_way_keeps_what_it_reads_and_no_longer(comm: Any, algorithm: str) -> None:

@@ -207,8 +207,8 @@ def all_reduce_(
 
     Communication:
         That of the forward of `all_reduce`. The call needs memory beside x: for "mpi" and for
-        an x that is not contiguous a copy of x; for other algorithms the scratch of
-        `sp_core.programs.cost`.
+        an x that is not contiguous a copy of x, and for "mpi" with "max" or "min" of a floating
+        dtype more than five; for other algorithms the scratch of `sp_core.programs.cost`.
 
     Raises:
         ValueError: x requires a gradient and gradients are enabled; or x was made in

@@ -56,6 +56,7 @@ ENVIRONMENT = {
 }
 # folder of Open MPI's files; it refuses to start if both are set
 SESSION_DIR, SESSION_DIR_HERE = ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base")
+ENV_LIST = "OMPI_MCA_mca_base_env_list"  # variables that Open MPI sends to other hosts
 ENDING = (
     *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
@@ -109,11 +110,8 @@ def session_dir(folder: Path) -> dict[str, str]:
     fail to start: "The PMIx server's listener thread failed to start". With Open MPI 5.0.11 about 2
     of 1000 starts beside five others fail so.
     """
-    return (
-        {}
-        if {SESSION_DIR, SESSION_DIR_HERE} & os.environ.keys()
-        else {SESSION_DIR_HERE: str(folder)}
-    )
+    is_named = {SESSION_DIR, SESSION_DIR_HERE} & os.environ.keys()
+    return {} if is_named else {SESSION_DIR_HERE: str(folder)}
 
 
 def environment(run_dir: Path) -> dict[str, str]:
@@ -125,7 +123,7 @@ def environment(run_dir: Path) -> dict[str, str]:
     """
     defaults = ENVIRONMENT | (AS_ROOT if os.geteuid() == 0 else {}) | session_dir(run_dir)
     defaults["HOME"] = home_or(str(run_dir))
-    defaults["OMPI_MCA_mca_base_env_list"] = f"{RUN_DIR};{HOST}"
+    defaults[ENV_LIST] = f"{RUN_DIR};{HOST}"
     return {**defaults, **os.environ, RUN_DIR: str(run_dir), HOST: this_host()}
 
 
@@ -191,9 +189,13 @@ class Launch:
         self._is_watched = watch.__file__ in words
         if ":" in words:  # mpiexec would take the next word for another program
             words = ["sh", "-c", f"exec {shlex.join(words)}"]
+        env = environment(run_dir)
+        if "-x" in mpi_args and ENV_LIST not in os.environ:  # Open MPI 4 refuses to take both
+            del env[ENV_LIST]
+            mpi_args = [*mpi_args, "-x", RUN_DIR, "-x", HOST]
         self.process = subprocess.Popen(
             [find_mpiexec(), *mpi_args, "-n", str(ranks), *words],
-            env=environment(run_dir),
+            env=env,
             start_new_session=True,
             stdout=output,
             stderr=output,
@@ -379,15 +381,10 @@ def main(
     """
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=timeout,
-        help="seconds for the whole launch (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--mpi-args", type=shlex.split, default=[], help="more arguments for mpiexec, in one string"
-    )
+    limit = "seconds for the whole launch (default: %(default)g)"
+    parser.add_argument("--timeout", type=float, default=timeout, help=limit)
+    more = "more arguments for mpiexec, in one string; write --mpi-args=--WORD if it is one word"
+    parser.add_argument("--mpi-args", type=shlex.split, default=[], help=more)
     parser.add_argument("command", nargs=argparse.PARSER, help="after --: what each rank runs")
     given = parser.parse_args(arguments)
     words = given.command[given.command[0] == "--" :]

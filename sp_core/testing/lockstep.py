@@ -249,7 +249,7 @@ def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
 
     MPI makes progress on all requests inside every call, so this generator does too. It advances
     the transfers that `comm` has started, and agreements (`sp_core.agreement`) for which no rank
-    waits.
+    waits. An agreement has no requests before a poll has begun it.
 
     Args:
         comm: the communicator of the call.
@@ -259,7 +259,8 @@ def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
     while not (done := ask()):
         comm.progress()
         for question in progress.of_this_rank().kept:
-            question.test()
+            if question.requests:
+                question.test()
         yield
     (result,) = done
     return result
