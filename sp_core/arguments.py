@@ -68,49 +68,56 @@ def _is_sequence(value: Any) -> bool:
 
 
 _LEAST, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-_WHOLE = (_is_whole, "a whole number")
-_SIZES = (
-    lambda value: value is None or _are_whole(value),
-    "a list or tuple of whole numbers, one per rank, or None",
-)
-_TEXTS = (_are_lists, "a list with a list of tokens, whole numbers, for each sequence")
-_FLAG = (lambda value: isinstance(value, bool), "True or False")
-_NAME = (lambda value: isinstance(value, str), "a name")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seed"), _WHOLE),
-    **dict.fromkeys(("seq_len", "size", "start", "max_tokens", "pass_tokens", "step"), _WHOLE),
-    **dict.fromkeys(("hidden", "num_heads"), _WHOLE),
-    **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
-    **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
-    **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own"), _FLAG),
-    **dict.fromkeys(("recompute", "offload"), _FLAG),
-    **dict.fromkeys(("algorithm", "op"), _NAME),
+    **dict.fromkeys(
+        (
+            *("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seed", "seq_len"),
+            *("size", "start", "max_tokens", "pass_tokens", "step", "hidden", "num_heads"),
+        ),
+        (_is_whole, "a whole number"),
+    ),
+    **dict.fromkeys(
+        ("tokens", "prompts", "sequences"),
+        (_are_lists, "a list with a list of tokens, whole numbers, for each sequence"),
+    ),
+    **dict.fromkeys(
+        ("sizes", "split_sizes", "concat_sizes"),
+        (
+            lambda x: x is None or _are_whole(x),
+            "a list or tuple of whole numbers, one per rank, or None",
+        ),
+    ),
+    **dict.fromkeys(
+        ("deterministic", "return_lse", "causal", "tp_sp", "own", "recompute", "offload"),
+        (lambda x: isinstance(x, bool), "True or False"),
+    ),
+    **dict.fromkeys(("algorithm", "op"), (lambda x: isinstance(x, str), "a name")),
     **dict.fromkeys(
         ("q_positions", "kv_positions"),
         (
-            lambda value: value is None or _are_positions(value),
+            lambda x: x is None or _are_positions(x),
             "integers: a range, a list, a tensor (S,), or None for 0, 1, 2, ...",
         ),
     ),
     "place": (_are_positions, "integers: a range, a list or a tensor (S,)"),
     "stop": (_each(_is_whole), "a list, tuple or set of tokens, whole numbers"),
     "stop_strings": (
-        lambda value: _is_sequence(value) and all(isinstance(text, str) and text for text in value),
+        lambda x: _is_sequence(x) and all(isinstance(text, str) and text for text in x),
         "a list or tuple of texts, none of them empty",
     ),
     **dict.fromkeys(
         ("shape", "sharded", "waiting"), (_are_whole, "a list or tuple of whole numbers")
     ),
     "room": (
-        lambda value: _are_whole(value) and min(value, default=0) >= 0,
+        lambda x: _are_whole(x) and min(x, default=0) >= 0,
         "a list or tuple with a number of tokens, at least 0, for each sequence",
     ),
     **dict.fromkeys(("temperature", "p", "dropout", "base"), (_is_real, "a number")),
-    "top_p": (lambda value: value is None or _is_real(value), "a number, or None"),
-    "cost": (lambda value: _is_real(value) and 0 <= value < math.inf, "a finite number >= 0"),
-    "unit": (lambda value: _is_real(value) and 0 < value < math.inf, "a finite number above 0"),
+    "top_p": (lambda x: x is None or _is_real(x), "a number, or None"),
+    "cost": (lambda x: _is_real(x) and 0 <= x < math.inf, "a finite number >= 0"),
+    "unit": (lambda x: _is_real(x) and 0 < x < math.inf, "a finite number above 0"),
     "layers": (
-        lambda value: _is_sequence(value) and all(map(_is_real, value)),
+        lambda x: _is_sequence(x) and all(map(_is_real, x)),
         "a list or tuple with the cost, a number, of each layer",
     ),
     "lengths": (_each(_is_whole, set), "a list or tuple of whole numbers: each sequence's tokens"),
@@ -118,10 +125,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "batches": (_is_sequence, "a list of micro-batches"),
     **dict.fromkeys(
         ("tensors", "shards"),
-        (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
+        (lambda x: isinstance(x, (list, tuple)), "a list or tuple of tensors"),
     ),
     "positions": (
-        lambda value: _is_sequence(value) and all(isinstance(one, Iterable) for one in value),
+        lambda x: _is_sequence(x) and all(isinstance(one, Iterable) for one in x),
         "a list with the positions, whole numbers, of each rank",
     ),
     "groups": (_are_lists, "a list with the ranks, whole numbers, of each group"),
@@ -130,33 +137,27 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             *("count", "max_file_bytes", "chunk", "window", "micro_batches", "padded_to"),
             *("top_k", "num_kv_heads", "head_dim", "ffn_hidden"),
         ),
-        (lambda value: value is None or _is_whole(value), "a whole number, or None"),
+        (lambda x: x is None or _is_whole(x), "a whole number, or None"),
     ),
     "folder": (
-        lambda value: (
-            isinstance(value, (str, Path)) and not re.search("[\0\ud800-\udfff]", str(value))
-        ),
+        lambda x: isinstance(x, (str, Path)) and not re.search("[\0\ud800-\udfff]", str(x)),
         "a name or a Path in UTF-8, without the character \\0",
     ),
-    "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
+    "tokenizer": (lambda x: x is None or hasattr(x, "to_str"), "a Tokenizer, or None"),
     "comm": (
-        lambda value: (  # false: null, or freed
-            hasattr(value, "Split") and bool(value) and getattr(value, "is_inter", None) is not True
-        ),
+        # a communicator that is null or freed is false
+        lambda x: hasattr(x, "Split") and bool(x) and getattr(x, "is_inter", None) is not True,
         "an intracommunicator of mpi4py that is neither null nor freed, such as MPI.COMM_WORLD; "
         "or, after init_process_group(), a ProcessGroup, a DeviceMesh, or None for all ranks. Call "
         "Mesh on the mesh's own ranks only",
     ),
-    "parameters": (
-        lambda value: isinstance(value, Iterable),
-        "the parameters, such as model.parameters()",
-    ),
+    "parameters": (lambda x: isinstance(x, Iterable), "the parameters, such as model.parameters()"),
     "scheduler": (
-        lambda value: value is None or isinstance(value, torch.optim.lr_scheduler.LRScheduler),
+        lambda x: x is None or isinstance(x, torch.optim.lr_scheduler.LRScheduler),
         "a scheduler of torch.optim.lr_scheduler, or None",
     ),
     "generator": (
-        lambda value: value is None or isinstance(value, torch.Generator),
+        lambda x: x is None or isinstance(x, torch.Generator),
         "a torch.Generator, or None",
     ),
     "optimizer": (
@@ -167,34 +168,34 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "layout": (callable, "a function that makes a Sharding, such as Sharding.zigzag"),
     "ordering": (callable, "a function of sp_core.scheduling, such as one_forward_one_backward"),
     "on_token": (
-        lambda value: value is None or callable(value),
+        lambda x: x is None or callable(x),
         "a function of a prompt's number and a token, or None",
     ),
     "softmax_scale": (
-        lambda value: value is None or (_is_number(value) and not 0 < abs(float(value)) < _LEAST),
+        lambda x: x is None or (_is_number(x) and not 0 < abs(float(x)) < _LEAST),
         "0, a number from 1.2e-38 to 3.4e38 in magnitude, or None for 1/sqrt(head_dim)",
     ),
     "softcap": (
-        lambda value: value is None or (_is_number(value) and float(value) >= _LEAST),
+        lambda x: x is None or (_is_number(x) and float(x) >= _LEAST),
         "a number from 1.2e-38 to 3.4e38, the normal ones of float32, or None for no bound",
     ),
     "sinks": (
-        lambda value: value is None or isinstance(value, Tensor),
+        lambda x: x is None or isinstance(x, Tensor),
         "a tensor with one logit per query head, or None",
     ),
     "alibi": (
-        lambda value: value is None or (_is_sequence(value) and all(map(_is_number, value))),
+        lambda x: x is None or (_is_sequence(x) and all(map(_is_number, x))),
         "a finite slope, at most 3.4e38 in magnitude, for each query head, as a list, tuple or "
         "tensor (H,), or None",
     ),
-    "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
+    "inner": (lambda x: x is None or callable(x), "a function that computes attention"),
     "attention": (callable, "a scheme, a function such as ring_attention"),
     "rope": (
-        lambda value: value is None or hasattr(value, "frequencies"),
+        lambda x: x is None or hasattr(x, "frequencies"),
         "a Rope, such as Rope(head_dim), or None",
     ),
     "scaling": (
-        lambda value: value is None or isinstance(value, Mapping),
+        lambda x: x is None or isinstance(x, Mapping),
         "a dict with rope_type and its entries, or None",
     ),
 }
@@ -355,8 +356,7 @@ def check_memory(x: Tensor, name: str, *, is_sent: bool = True) -> None:
         DtypeError: x is a dual tensor, is inside a transform such as torch.func.vmap, is a
             ZeroTensor, or its memory was freed.
     """
-    plain = Tensor.__torch_dispatch__
-    is_plain = getattr(type(x), "__torch_dispatch__", plain) is plain
+    is_plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not (_has_values(x) if is_plain else not is_sent):
         raise DtypeError(
             f"{name} is a tensor ({type(x).__name__}) without memory that could be sent, or with a "

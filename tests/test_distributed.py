@@ -31,7 +31,7 @@ from sp_core.transport.distributed import DistributedTransport, is_complete
 from sp_core.transport.groups import GroupComm, communicator_of, over_ranks
 from sp_core.transport.window import Window
 
-CPU = torch.device("cpu")
+CPU, SEVEN = torch.device("cpu"), timedelta(seconds=7)
 
 
 @pytest.mark.parametrize("part", ["_served", "_connected"])
@@ -136,30 +136,25 @@ def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
     run_threads(4, body)
 
 
-@pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize(
-    ("interfaces", "devices"), [("", [""]), ("a", ["a"]), ("a,b,", ["a", "b"])]
+    ("device", "name", "near", "last"),
+    [
+        *(("cuda", "NCCL", near, SimpleNamespace(_timeout=SEVEN)) for near in (False, True)),
+        ("cpu", "Gloo", True, SimpleNamespace(_timeout=SEVEN, _devices=["127.0.0.1"])),
+        ("cpu", "Gloo", False, SEVEN),
+    ],
 )
-@pytest.mark.parametrize(("device", "name"), [("cuda", "NCCL"), ("cpu", "Gloo")])
 def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
-    device: str,
-    name: str,
-    interfaces: str,
-    devices: list[str],
-    near: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, name: str, near: bool, last: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gloo also gets network interfaces: loopback if all ranks are on one machine."""
-    group = Mock(**{"create_default_device.return_value": ""})
-    group.create_device = lambda hostname="", interface="": hostname or interface
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    """Gloo gets the loopback interface if all ranks are on one machine, else torch chooses."""
+    group = Mock(Options=SimpleNamespace, _Options=SimpleNamespace)
+    group.create_device = lambda hostname: hostname
     monkeypatch.setattr(_distributed_c10d, f"ProcessGroup{name}", group, raising=False)
-    comm, limit = cast("Any", SimpleNamespace(rank=1, size=4)), timedelta(seconds=7)
-    found = distributed._connected("store", comm, torch.device(device), near, limit)
+    comm = cast("Any", SimpleNamespace(rank=1, size=4))
+    found = distributed._connected("store", comm, torch.device(device), near, SEVEN)
     assert found is group.return_value
-    *told, options = group.call_args.args
-    assert (told, options._timeout) == (["store", 1, 4], limit)
-    assert device == "cuda" or options._devices == (["127.0.0.1"] if near else devices)
+    group.assert_called_once_with("store", 1, 4, last)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

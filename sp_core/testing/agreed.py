@@ -28,11 +28,6 @@ _MOST_SAID = 20_000
 """The most characters of captured output that a rank tells the others, of each kind."""
 
 
-def _end_of(text: str) -> str:
-    """Return the end of a text that is too long to tell, after "...", or a shorter text."""
-    return text if len(text) <= _MOST_SAID else f"...{text[-_MOST_SAID:]}"
-
-
 class Ranks:
     """A pytest plugin that combines the sessions of all ranks into one.
 
@@ -217,9 +212,12 @@ class Ranks:
                 {"passed": "xpassed", "skipped": "xfailed"} if hasattr(report, "wasxfail") else {}
             )
             mine = xfail.get(report.outcome, report.outcome), report.longreprtext
-            said = report.sections if report.outcome == "failed" else []
-            told = mine, [(name, _end_of(text)) for name, text in said]
-            everyone = self._everyone(f"{item.nodeid} {report.when}", told)
+            said = [
+                (name, text if len(text) <= _MOST_SAID else f"...{text[-_MOST_SAID:]}")
+                for name, text in report.sections
+                if report.outcome == "failed"
+            ]
+            everyone = self._everyone(f"{item.nodeid} {report.when}", (mine, said))
             text = self._judged([each for each, _ in everyone])
             if text:
                 report.outcome, report.longrepr = "failed", text

@@ -12,7 +12,6 @@ Messages that each rank posts when it is ready (`post`) go through another trans
 match them by their order alone, and gloo cannot say whether a message is complete.
 """
 
-import os
 import platform
 import socket
 import threading
@@ -161,14 +160,12 @@ class DistributedTransport(OverHost):
 
     def _begin(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Begun:
         """Begin a collective by the matching call of the process group."""
-        from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, ReduceOptions
+        from torch.distributed import ReduceOp
 
         given = send if recv is None else recv
         assert given is not None
         if operation.op == "broadcast":
-            options: Any = BroadcastOptions()
-            options.rootRank = operation.root
-            return self._group.broadcast([_bytes(given)], options), (given,), ()
+            return self._group.broadcast(_bytes(given), operation.root), (given,), ()
         assert send is not None
         if operation.op not in ("all_reduce", "reduce"):
             return self._pieces(operation, send, given)
@@ -176,13 +173,10 @@ class DistributedTransport(OverHost):
         if total is None:  # the group overwrites its input on every rank
             total = torch.empty_like(send, dtype=_WIDER.get(send.dtype, send.dtype))
         total.copy_(send)
-        to_all = operation.op == "all_reduce"
-        options = AllreduceOptions() if to_all else ReduceOptions()
-        options.reduceOp = getattr(ReduceOp, operation.reduction.upper())
-        if to_all:
-            return self._group.allreduce([total], options), (total, recv), after
-        options.rootRank = operation.root
-        return self._group.reduce([total], options), (total, recv), after
+        op = getattr(ReduceOp, operation.reduction.upper())
+        if operation.op == "all_reduce":
+            return self._group.allreduce(total, op), (total, recv), after
+        return self._group.reduce(total, operation.root, op), (total, recv), after
 
     def _pieces(self, operation: Operation, send: Tensor, recv: Tensor) -> Begun:
         """Begin an all-gather, a reduce-scatter or an all-to-all, by allgather or alltoall_base."""
@@ -374,8 +368,8 @@ def _connected(
         store: torch's key-value store, through which the ranks tell each other their addresses.
         comm: gives this rank's number and the number of ranks.
         device: where the tensors live. Its type decides: NCCL for "cuda", else gloo.
-        near: whether all ranks are on one machine; then gloo uses the loopback interface. Else it
-            uses those that GLOO_SOCKET_IFNAME names, as torch's own groups do.
+        near: whether all ranks are on one machine; then gloo uses the loopback interface. Else
+            torch takes those that GLOO_SOCKET_IFNAME names, as for its own groups.
         limit: the longest time for one transfer. A transfer that takes longer fails.
     """
     from torch._C import _distributed_c10d
@@ -386,13 +380,8 @@ def _connected(
         options._timeout = limit
         return backends.ProcessGroupNCCL(store, comm.rank, comm.size, options)
     gloo = backends.ProcessGroupGloo
+    if not near:
+        return gloo(store, comm.rank, comm.size, limit)
     options = gloo._Options()
-    options._timeout = limit
-    names = os.environ.get("GLOO_SOCKET_IFNAME")
-    if near:
-        options._devices = [gloo.create_device(hostname=LOOPBACK)]
-    elif names:
-        options._devices = [gloo.create_device(interface=x) for x in names.split(",") if x]
-    else:
-        options._devices = [gloo.create_default_device()]
+    options._timeout, options._devices = limit, [gloo.create_device(hostname=LOOPBACK)]
     return gloo(store, comm.rank, comm.size, options)

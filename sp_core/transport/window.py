@@ -22,8 +22,6 @@ A rank launches step t + 1 when the OTHER ranks have made step t. The stream kee
 copies in order.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import deque
