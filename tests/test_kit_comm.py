@@ -11,6 +11,7 @@ from inspect import signature
 from operator import methodcaller
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from mpi4py import MPI
 
 from sp_core.errors import RankError
 from sp_core.testing import ThreadComm, given, spmd
+from sp_core.testing.checked import CheckedComm
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import abandon
 
@@ -178,6 +180,17 @@ def test_sub_communicators(comm: Any, columns: int, reverse: bool, left_out: boo
     later = comm.Dup()
     assert later.allreduce(1) == comm.size
     later.Free()
+
+
+@spmd(2)
+def test_a_collective_that_is_under_way_ends_before_its_communicator_is_freed(comm: Any) -> None:
+    """An error may leave one behind. Open MPI crashes if its communicator is freed."""
+    twin, late = comm.Dup(), Mock(**{"Test.side_effect": [False, True]})
+    is_checked = isinstance(twin, CheckedComm)
+    if is_checked:
+        twin._collectives = [late]
+    twin.Free()
+    assert late.Test.call_count == 2 * is_checked
 
 
 @spmd(2)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from sp_core.testing.carriers import MpiCarrier
+from sp_core.testing.carriers import MpiCarrier, patiently
 from sp_core.testing.comm import forwarded
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.messages import MESSAGES, PROBES, Messages
@@ -117,6 +117,7 @@ class CheckedComm(Messages):
             self._shadows[0], lambda what, ending: self.family.look(self, what, ending=ending)
         )
         self._groups, self._persistent = itertools.count(), itertools.count()
+        self._collectives: list[Any] = []
         super().__init__(
             Lockstep(self._carrier, name), family or Family(MpiCarrier(self._shadows[-1]))
         )
@@ -224,8 +225,16 @@ class CheckedComm(Messages):
         self._enter(Call("make_counter"))
         return MpiCounter(self._raw)
 
+    def started(self, transfer: Transfer) -> None:
+        """Note that a message or collective has begun; a collective until MPI has completed it."""
+        self._requests.append(transfer)
+        if not transfer.is_message:
+            self._collectives = [*filter(None, self._collectives), transfer.request]
+
     def _free(self) -> None:
         if not self.lockstep.uneven:
+            for request in filter(None, self._collectives):  # else Open MPI may crash
+                patiently(request.Test)
             type(self._raw).Free(self)
         self._give_back()
 

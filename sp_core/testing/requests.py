@@ -65,7 +65,7 @@ class Transfer:
     def start(self, request: Any) -> None:
         """Note that the transfer has begun."""
         self.done, self.request = False, request
-        self.comm._requests.append(self)
+        self.comm.started(self)
         self.comm.lockstep.sent += [] if self.sends is None else [self.sends]
 
     def end(self, status: Any) -> None:
