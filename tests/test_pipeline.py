@@ -72,12 +72,6 @@ def test_stages_before_the_last_one_are_split_as_their_layers_alone() -> None:
         assert split_stages(costs[:end], stages) == parts
 
 
-def test_a_cost_that_no_float_can_hold_is_refused() -> None:
-    cost: Any = np.longdouble("1e400")
-    with pytest.raises(sp.ShapeError, match="pass finite costs"):
-        split_stages([cost] * 2, 2)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("without", ["neither", "first", "last"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float64", "expanded", "transposed"])
@@ -184,7 +178,7 @@ def test_a_frozen_first_stage_trains_the_others(comm: Any) -> None:
 
 @spmd(1, 2, 3)
 def test_without_gradients_a_pipeline_returns_the_same_loss(comm: Any) -> None:
-    """No stage waits for a gradient, and none is made. Ranks of which one wants some disagree."""
+    """No stage waits for a gradient, and none is made."""
     sharding, tokens = sp.Sharding.contiguous(5, 1), torch.ones(1, 5, dtype=torch.int64)
     with sp.Mesh(comm, pp=comm.size) as mesh:
         model = Case((4, 2), layers=4).model(mesh)
@@ -196,10 +190,6 @@ def test_without_gradients_a_pipeline_returns_the_same_loss(comm: Any) -> None:
             losses.append(compute(ordering=prefill_only))
         assert all(torch.equal(loss, losses[0]) for loss in losses)
         assert all(x.grad is None for x in model.parameters())
-        if comm.size > 1:
-            differing = pytest.raises(sp.CollectiveMismatch, match="gradients=")
-            with differing, torch.set_grad_enabled(comm.rank == 0):
-                compute()
 
 
 @spmd(2, 3)

@@ -31,8 +31,7 @@ CASE = Case((6, 3), layers=1)
 
 
 @spmd(2, 4)
-def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
-    """Each replica takes some of the sequences. The error reaches the other replicas, too."""
+def test_each_replica_takes_some_of_the_sequences(comm: Any) -> None:
     axes = {"dp": comm.size // 2, "ring": 2}
     with sp.Mesh(comm, **axes) as mesh:
         model, layout = CASE.model(mesh), Mock(side_effect=sp.Sharding.zigzag)
@@ -41,10 +40,6 @@ def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
         assert layout.call_args_list == dealt
         own = [3] if mesh["dp"].rank else [1, 2]
         assert backward(model, [own], own=True) == backward(model, [[1, 2], [3]][: axes["dp"]])
-        with pytest.raises(sp.CollectiveMismatch, match="alike"):
-            backward(model, [[1, 2, 3 + (comm.rank == 1)]], own=True)
-        with pytest.raises(sp.CollectiveMismatch, match="of own"):
-            backward(model, [[1, 2]], own=comm.rank == 1)
 
 
 def drop(module: Any, given: Any, out: Tensor) -> Any:

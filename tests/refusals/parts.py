@@ -1,6 +1,6 @@
 """List wrong calls of layers that were changed, such as by a replaced part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from refusals.kinds import lowered
 from torch import Tensor, nn
 
 import sp_core as sp
+from sp_core.nn.gradients import reduce_gradients
 
 MISMATCH = sp.CollectiveMismatch
 
@@ -125,6 +126,11 @@ def laid_out(kind: Any, mesh: sp.Mesh, here: bool) -> object:
     return kind.from_linear(nn.Linear(4, 6), comm=comm_of(mesh), sharding=sharding)
 
 
+def summed(weights: Callable[[sp.Communicator, bool], Iterable[nn.Parameter]]) -> Wrong:
+    """Return a sum of the gradients of weights, as those that every rank holds whole."""
+    return lambda mesh, here: reduce_gradients(weights(comm_of(mesh), here), data=comm_of(mesh))
+
+
 def whole_weights(kind: Any, mesh: sp.Mesh, here: bool) -> object:
     """Call a layer whose weights every rank holds whole."""
     return kind(4, comm=comm_of(mesh))(torch.ones(1, 2, 4))
@@ -191,6 +197,25 @@ ON_ONE_RANK: Table = {
             )
             for kind in (sp.FeedForward, sp.LayerNorm, sp.RMSNorm)
         },
+        "gradients of parts of weights": (
+            sp.ShapeError,
+            "as `tensor`",
+            summed(
+                lambda comm, _: sp.ColumnParallelLinear.from_linear(
+                    nn.Linear(8, 8), comm=comm
+                ).parameters()
+            ),
+        ),
+        "gradients of a weight of another shape": (
+            MISMATCH,
+            "(3, 2)",
+            summed(lambda _, here: [nn.Parameter(torch.ones((2, 3) if here else (3, 2)))]),
+        ),
+        "gradients of a weight on meta": (
+            sp.DeviceError,
+            "a parameter is on meta",
+            summed(lambda _, here: [nn.Parameter(torch.ones(1, device="meta"))] * here),
+        ),
         "a part of a layer that communicates": (
             TypeError,
             "FeedForward.up.1 is a RMSNorm, which communicates; needed is",

@@ -243,6 +243,11 @@ EVERYWHERE: Table = {
             for what, texts in {"no sequence": [], "sequences without a label": [[1], [2]]}.items()
             for own in (False, True)
         },
+        "a file of no byte": (
+            sp.CheckpointError,
+            "max_file_bytes=0 was given",
+            lambda mesh, here: save(CASE.model(mesh), FOLDER, max_file_bytes=0),
+        ),
         "a backward of frozen weights": (
             ValueError,
             "no weight of the model has requires_grad=True",
@@ -333,6 +338,11 @@ ON_ONE_RANK: Table = {
     },
     "pp": {
         **conversions("pp"),
+        "a pipeline without gradients": (
+            sp.CollectiveMismatch,
+            "gradients=",
+            graded(lambda mesh, here: trained(CASE.model(mesh))),
+        ),
         "a training step on stages, which have different numbers of parameters": (
             sp.ShapeError,
             "split over 2 stages",
@@ -350,6 +360,18 @@ ON_ONE_RANK: Table = {
                 ("a training loaded", restored),
             )
         },
+    },
+    "dp ring": {
+        "another token in the sequences of one replica": (
+            sp.CollectiveMismatch,
+            "alike",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2, 3 + here]], own=True),
+        ),
+        "own sequences on one rank": (
+            sp.CollectiveMismatch,
+            "of own",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], own=here),
+        ),
     },
     "ring ulysses": {
         "gradients of other rows": (
