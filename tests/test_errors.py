@@ -19,7 +19,6 @@ from hypothesis import given, strategies as st
 from refusals import (
     calls,
     decoders,
-    inner,
     kinds,
     layers,
     models,
@@ -69,19 +68,19 @@ def rows(*tables: Table, ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("axes", "row"), [*found.values()], ids=[*found])
 
 
-@rows(*(x.EVERYWHERE for x in (calls, inner, kinds, models, decoders, training)), ranks=2)
+@rows(*(x.EVERYWHERE for x in (calls, kinds, parts, models, decoders, training)), ranks=2)
 @spmd(1, 3)
 def test_what_is_wrong_everywhere(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
 
 
-@rows(*(x.ON_ONE_RANK for x in (calls, inner, kinds, parts, models, decoders, training)), ranks=2)
+@rows(*(x.ON_ONE_RANK for x in (calls, kinds, parts, models, decoders, training)), ranks=2)
 @spmd(2)
 def test_what_is_wrong_on_one_rank_is_raised_on_both(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
 
 
-@rows(*(x.ON_ONE_RANK for x in (calls, inner, kinds, models, decoders, training)), ranks=4)
+@rows(*(x.ON_ONE_RANK for x in (calls, kinds, models, decoders, training)), ranks=4)
 @spmd(4)
 def test_what_is_wrong_on_one_rank_of_a_grid_is_raised_on_all(
     comm: Any, axes: str, row: Row

@@ -5,7 +5,6 @@ import inspect
 import math
 import pickle
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial
 from itertools import compress, product
 from typing import Any
@@ -38,22 +37,6 @@ def grid(comm: Any) -> sp.Mesh:
     """Make a mesh for any scheme. Axis `ulysses` has two ranks if the number of ranks is even."""
     fast = 2 - comm.size % 2
     return sp.Mesh(comm, device=device(), ring=comm.size // fast, ulysses=fast)
-
-
-@spmd(1, 2, 4)
-def test_a_sum_of_gradients_refuses_weights_that_ranks_do_not_hold_alike(comm: Any) -> None:
-    with grid(comm) as mesh:
-        tokens = mesh["ring", "ulysses"]
-        split = sp.ColumnParallelLinear.from_linear(nn.Linear(8, 8), comm=tokens)
-        with nullcontext() if comm.size == 1 else pytest.raises(sp.ShapeError, match="as `tensor`"):
-            reduce_gradients(split.parameters(), data=tokens)
-        turned = nn.Parameter(torch.ones((2, 3) if comm.rank else (3, 2), device=device()))
-        error = pytest.raises(sp.CollectiveMismatch, match=r"\(3, 2\)")
-        with nullcontext() if comm.size == 1 else error:
-            reduce_gradients([turned], data=tokens)
-        elsewhere = [nn.Parameter(torch.ones(1, device="meta"))] * (comm.rank == 0)
-        with pytest.raises(sp.DeviceError, match="a parameter is on meta"):
-            reduce_gradients(elsewhere, data=tokens)
 
 
 OTHER: dict[str, Any] = {
@@ -214,8 +197,6 @@ def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(comm: Any) -> 
         weight.grad = torch.tensor([6.0, 8.0], device=device())
         assert clip_gradient_norm([weight], number(5), tensor=one) == 10.0
         assert weight.grad.tolist() == [3.0, 4.0]
-        with pytest.raises(ValueError, match="max_norm=0 was given"):
-            clip_gradient_norm([weight], number(0), tensor=one)
 
 
 @pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])
@@ -307,13 +288,14 @@ def test_chunks_of_tokens_may_add_up_beyond_float16_in_gradients_of_weights(comm
 
 @spmd(1, 2)
 def test_a_parameter_that_is_given_twice_counts_once(comm: Any) -> None:
+    """Without `tensor` it may have a placement, which is for a single rank."""
     with sp.Mesh(comm, device=device(), tp=comm.size) as mesh:
         x = nn.Parameter(torch.zeros(2, device=device()))
         x.grad = torch.tensor([3.0, 4.0], device=device())
         place(x, Placement.replicated((2,), comm.size))
         assert clip_gradient_norm([x, x], 1.0, tensor=mesh["tp"]) == 5.0
         torch.testing.assert_close(x.grad.cpu(), torch.tensor([0.6, 0.8]))
-        y = nn.Parameter(torch.zeros(2, device=device()))
+        y = place(nn.Parameter(torch.zeros_like(x)), Placement.replicated((2,), 1))
         y.grad = torch.ones((), device=device()).expand(2)  # both share one number in memory
         reduce_gradients([y, y], data=mesh["tp"])
         assert y.grad.tolist() == [comm.size] * 2

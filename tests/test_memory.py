@@ -367,11 +367,8 @@ def test_hooks_of_all_modules_run_for_linear_sub_layers() -> None:
     def zeros(part: torch.nn.Module, given: Any, out: Tensor) -> Any:
         return out * 0 if type(part) is torch.nn.Linear else out
 
-    hook: Any = register_module_forward_hook(cast("Any", zeros))
-    try:
+    with register_module_forward_hook(cast("Any", zeros)):
         assert run_threads(2, body) == [[0.0, 0.0]] * 2
-    finally:
-        hook.remove()
 
 
 @spmd(1)

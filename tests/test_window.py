@@ -329,15 +329,12 @@ class Without:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_pythons_of_conda_and_uv_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@spmd(2)
+def test_pythons_of_conda_and_uv_share_memory(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They lack `os.memfd_create`."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-            assert mesh["sp"].window is not None
-
-    run_threads(2, body)
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        assert mesh["sp"].window is not None
 
 
 def misread(file: int, nbytes: int) -> torch.Tensor:

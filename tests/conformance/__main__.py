@@ -27,9 +27,8 @@ from conformance.launching import (
     try_planted,
 )
 from conformance.libraries import LIBRARIES, NOT_OFFERED, OURS, Library, named
-from conformance.picture import draw
 from conformance.planted import FAULTS
-from conformance.report import document, joined, markdown, read
+from conformance.report import document, draw, joined, markdown, read
 from conformance.script import last_words, script, shows
 
 NAMES = [one.name for one in LIBRARIES]

@@ -62,34 +62,29 @@ class Posed(AttentionProblem):
         return self.sharding(size)
 
 
-class Case:
-    """A problem as one rank sees it.
+def results(
+    problem: Posed, rank: int, call: Callable[..., Tensor], variant: str, comm: Any
+) -> dict[str, Tensor]:
+    """Call a library on this rank; return its output and gradients, by name."""
+    shards = _shards(problem, rank)
 
-    Args:
-        problem: the attention problem.
-        rank: this rank's number.
-        size: the number of ranks that share the sequence.
-    """
+    def scheme(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **_: Any) -> tuple[Tensor, None]:
+        seen = {"causal": mask.causal, "window": mask.window, "documents": mask.documents}
+        how: dict[str, Any] = {"layout": problem.layout, "softmax_scale": problem.softmax_scale}
+        how |= {"variant": variant, "shards": problem.shards}
+        return call(q, k, v, **seen, **how, comm=comm), None
 
-    def __init__(self, problem: Posed, rank: int, size: int) -> None:
-        self._shards = Shards(problem, rank, size, torch.device("cpu"))
+    out, lse = shards.run(scheme)
+    return {"out": out.detach(), **shards.gradients(out, lse)}
 
-    def results(self, call: Callable[..., Tensor], variant: str, comm: Any) -> dict[str, Tensor]:
-        """Call a library; return this rank's output and gradients, by name."""
-        problem: Any = self._shards.problem
 
-        def scheme(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **_: Any) -> tuple[Tensor, None]:
-            seen = {"causal": mask.causal, "window": mask.window, "documents": mask.documents}
-            how = {"layout": problem.layout, "softmax_scale": problem.softmax_scale}
-            how |= {"variant": variant, "shards": problem.shards}
-            return call(q, k, v, **seen, **how, comm=comm), None
+def expected(problem: Posed, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return, by name, each expected result of this rank and the error that is allowed."""
+    return _shards(problem, rank).expected()
 
-        out, lse = self._shards.run(scheme)
-        return {"out": out.detach(), **self._shards.gradients(out, lse)}
 
-    def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return, by name, each expected result of this rank and the error that is allowed."""
-        return self._shards.expected()
+def _shards(problem: Posed, rank: int) -> Shards:
+    return Shards(problem, rank, len(problem.shards), torch.device("cpu"))
 
 
 @dataclass(frozen=True)

@@ -67,37 +67,28 @@ class Layers:
     shards: tuple[tuple[int, ...], ...]
 
 
-class Case:
-    """Compute one rank's results of two linear layers, and the results that it should have.
+def results(
+    problem: Layers, rank: int, call: Callable[..., Any], variant: str, comm: Any
+) -> dict[str, Tensor]:
+    """Call a library on this rank; return its output and gradients, by name."""
+    return pair.results(told(problem), rank, call, variant, comm)
 
-    Args:
-        problem: the two layers, column- and row-parallel, and their input.
-        rank: this rank's number.
-        size: the number of ranks that share the tokens.
+
+def expected(problem: Layers, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return, by name, each expected result of this rank and the error that is allowed.
+
+    Each pass through the pair, forward or backward, has one sum over the ranks. Every rank rounds
+    its term of that sum.
     """
-
-    def __init__(self, problem: Layers, rank: int, size: int) -> None:
-        self._problem, self._rank = told(problem), rank
-
-    def results(self, call: Callable[..., Any], variant: str, comm: Any) -> dict[str, Tensor]:
-        """Call a library; return this rank's output and gradients, by name."""
-        return pair.results(self._problem, self._rank, call, variant, comm)
-
-    def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return, by name, each expected result of this rank and the error that is allowed.
-
-        Each pass through the pair, forward or backward, has one sum over the ranks. Every rank
-        rounds its term of that sum.
-        """
-        p = self._problem
-        growth = 2 * p["times"] * (p["hidden"] + p["inner"]) + p["batch"] * p["seq_len"]
-        options = (getattr(torch, p["dtype"]), growth, 2 * p["times"] * len(p["shards"]))
-        value, scale = (pair.alone(p, of) for of in (torch.clone, torch.abs))
-        found = {}
-        for name in value:
-            expected, terms = (pair.part(p, name, x[name], self._rank) for x in (value, scale))
-            found[name] = (expected, bound(terms, *options))
-        return found
+    p = told(problem)
+    growth = 2 * p["times"] * (p["hidden"] + p["inner"]) + p["batch"] * p["seq_len"]
+    options = (getattr(torch, p["dtype"]), growth, 2 * p["times"] * len(p["shards"]))
+    value, scale = (pair.alone(p, of) for of in (torch.clone, torch.abs))
+    found = {}
+    for name in value:
+        wanted, terms = (pair.part(p, name, x[name], rank) for x in (value, scale))
+        found[name] = (wanted, bound(terms, *options))
+    return found
 
 
 @st.composite

@@ -9,7 +9,7 @@ import math
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -96,14 +96,14 @@ class Trial:
         if comm.rank == 0:
             self.examples += 1
             self.announce(self.subject.told(problem))
-        case = self.subject.Case(problem, comm.rank, comm.size)
         call, attempt, results = getattr(self.adapter, self.subject.CALL), (FINE, ""), {}
         try:
-            results = case.results(call, self.variant, comm)
+            results = self.subject.results(problem, comm.rank, call, self.variant, comm)
         except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer
             attempt = _caught(error)
         late = time.monotonic() - self._began > self.seconds
-        mine = (attempt, late, worst(case, results, comm.rank))
+        expected = self.subject.expected(problem, comm.rank)
+        mine = (attempt, late, worst(expected, results, comm.rank))
         everyone, lates, errors = zip(*comm.allgather(mine), strict=True)
         self.closed = any(lates)
         if any(status != FINE for status, _ in everyone):
@@ -163,13 +163,15 @@ def judged(
     return trial.verdict()
 
 
-def worst(case: Any, results: dict[str, Tensor], rank: int) -> Error:
+def worst(
+    expected: Mapping[str, tuple[Tensor, Tensor]], results: dict[str, Tensor], rank: int
+) -> Error:
     """Return the result of this rank with the greatest error over its bound."""
     errors = [{"result": "", "rank": 0, "relative": 0.0, "ratio": 0.0}]
-    for what, (expected, allowed) in case.expected().items():
+    for what, (wanted, allowed) in expected.items():
         if what in results:
             found = results[what].detach().double()
-            ratio, relative = error_ratio(found, expected, allowed), _relative(found, expected)
+            ratio, relative = error_ratio(found, wanted, allowed), _relative(found, wanted)
             errors.append({"result": what, "rank": rank, "relative": relative, "ratio": ratio})
     return max(errors, key=lambda error: error["ratio"])
 

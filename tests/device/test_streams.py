@@ -111,24 +111,38 @@ def test_scratch_memory_that_a_mesh_drops_stays_until_its_last_use(
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize(
+    ("transport", "op", "given", "wanted"),
+    [
+        ("staged", "all_reduce", {"op": "max"}, 4.0),
+        ("staged", "all_reduce", {"op": "min"}, 2.0),
+        *((transport, "broadcast", {"root": 0}, 2.0) for transport in TRANSPORTS),
+    ],
+)
 @spmd(2)
-def test_what_a_started_extremum_receives_stays_until_the_waiting_stream_has_read_it(
-    comm: Any, op: str, monkeypatch: pytest.MonkeyPatch
+def test_what_a_started_collective_uses_stays_until_the_waiting_stream_has_read_it(
+    comm: Any,
+    transport: str,
+    op: str,
+    given: dict[str, Any],
+    wanted: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The host frees it while the copy is queued. Here x has no NaN, whose marks need the host."""
     compare = torch.ne
     monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
     monkeypatch.setattr(torch, "ne", lambda a, b, out: compare(a, b, out=out) if a is b else out)
     first, second = two_streams()
-    with sp.Mesh(comm, device=LATE, transport="staged", sp=comm.size) as mesh:
+    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
         x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
-        pending = sp.all_reduce_start(x, comm=mesh["sp"], op=op, algorithm="mpi")
+        first.synchronize()
+        start = getattr(sp, f"{op}_start")
+        pending = start(x * 2, comm=mesh["sp"], **given, algorithm="mpi")
         with on_stream(second):
             out = pending.wait()
-        first.synchronize()
+        first.synchronize()  # freed memory is overwritten
         with on_stream(second):
-            assert out.cpu().unique().tolist() == [{"max": 2.0, "min": 1.0}[op]]
+            assert out.cpu().unique().tolist() == [wanted]
 
 
 @spmd(2)
@@ -157,23 +171,6 @@ def test_marks_of_nan_are_not_written_into_memory_that_was_freed(
         first.synchronize()
         second.synchronize()
         assert not any(x.cpu().any() for x in fresh)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@spmd(2)
-def test_what_the_root_of_a_started_broadcast_sends_stays_until_the_waiting_stream_has_read_it(
-    comm: Any, transport: str
-) -> None:
-    first, second = two_streams()
-    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
-        x = torch.full((4000,), 3.0).to(LATE)
-        first.synchronize()
-        pending = sp.broadcast_start(x * 2, comm=mesh["sp"], root=0, algorithm="mpi")
-        with on_stream(second):
-            out = pending.wait()
-        first.synchronize()  # freed memory is overwritten
-        with on_stream(second):
-            assert out.cpu().unique().tolist() == [6.0]
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from oracle.fake_device import DelayedStreams
@@ -48,37 +48,38 @@ class LateSend:
         return received and self._sent is not None and self._sent.test()
 
 
-class Narrow:
-    """Passes calls on to another communicator, if no buffer has more than `most` elements.
+class Passing:
+    """Pass calls on to a communicator. Those that it makes by Dup or Split are passed on, too.
 
-    MPI refuses buffers of 2^31 elements or more.
+    Args:
+        comm: the other communicator.
+        before: is called before each call, with the method's name and the arguments.
     """
 
-    def __init__(self, comm: Any, most: int) -> None:
-        self._comm = comm
-        self._most = most
+    def __init__(self, comm: Any, before: Callable[[str, tuple[Any, ...]], object]) -> None:
+        self._comm, self._before = comm, before
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._comm, name)
-        return self._checked(found) if callable(found) else found
+        return partial(self._call, name, found) if callable(found) else found
 
-    def _checked(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            for argument in arguments:
-                buffer = (
-                    argument[0] if isinstance(argument, list | tuple) and argument else argument
-                )
-                if isinstance(buffer, np.ndarray) and buffer.size > self._most:
-                    raise OverflowError(
-                        f"{buffer.size} elements were given to {method.__name__}; {self._most} can "
-                        "be counted"
-                    )
-            return method(*arguments, **named)
-
-        return call
+    def _call(self, name: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self._before(name, arguments)
+        found = method(*arguments, **named)
+        return Passing(found, self._before) if name in ("Dup", "Split") else found
 
 
-observer_of.register(Narrow, lambda narrow: observer_of(narrow._comm))
+observer_of.register(Passing, lambda passing: observer_of(passing._comm))
+
+
+def check_sizes(most: int, name: str, arguments: tuple[Any, ...]) -> None:
+    """Raise an error for more than `most` elements, as MPI does for 2^31 elements or more."""
+    for argument in arguments:
+        buffer = argument[0] if isinstance(argument, list | tuple) and argument else argument
+        if isinstance(buffer, np.ndarray) and buffer.size > most:
+            raise OverflowError(
+                f"{buffer.size} elements were given to {name}; {most} can be counted"
+            )
 
 
 def narrow_transport(raw: Any, most: int) -> HostTransport:
@@ -86,7 +87,8 @@ def narrow_transport(raw: Any, most: int) -> HostTransport:
 
     Its communicator refuses longer buffers, but takes at least one element for each rank.
     """
-    return HostTransport(cast("Any", Narrow(raw, max(most, raw.size))), max_count=most)
+    narrow: Any = Passing(raw, partial(check_sizes, max(most, raw.size)))
+    return HostTransport(narrow, max_count=most)
 
 
 def carriers(part: int = 3) -> dict[str, Callable[[sp.Communicator], Any]]:

@@ -15,11 +15,9 @@ from sp_core.programs import (
     Buffer,
     Combine,
     Message,
-    Operation,
     Program,
     Region,
     Step,
-    program_of,
 )
 from sp_core.programs.program import overlap
 
@@ -52,36 +50,6 @@ class Schedule:
     def size(self) -> int:
         """Return the number of ranks."""
         return len(self.programs)
-
-
-def schedule_of(
-    op: str,
-    algorithm: str,
-    send: tuple[tuple[int, ...], ...],
-    recv: tuple[tuple[int, ...], ...],
-    root: int = 0,
-    segment: int | None = None,
-    nodes: tuple[int, ...] = (),
-) -> Schedule:
-    """Return the schedule of an algorithm for pieces of these sizes."""
-    size, longest = len(send), max(0, *(n for sizes in send for n in sizes))
-    operations = [
-        Operation(
-            op,
-            rank,
-            size,
-            send[rank],
-            recv[rank],
-            longest,
-            root,
-            segment=segment,
-            nodes=nodes,
-        )
-        for rank in range(size)
-    ]
-    return Schedule(
-        op, send, recv, root, tuple(program_of(operation, algorithm) for operation in operations)
-    )
 
 
 class ScheduleError(AssertionError):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import sp_core as sp
 from oracle.collective_cases import NEEDED
-from oracle.proof import Schedule, schedule_of
-from sp_core.programs import ALGORITHMS, LIBRARY, operation
+from oracle.proof import Schedule
+from sp_core.programs import ALGORITHMS, LIBRARY, operation, program_of
 from sp_core.segments import split_sizes
 
 NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in LIBRARY]
@@ -30,11 +30,17 @@ def schedule(
     nodes: tuple[int, ...] = (),
 ) -> Schedule:
     """Return a schedule with pieces of `counts`, or of their products in an all-to-all."""
-    tasks = [operation(op, rank, len(counts), counts, root) for rank in range(len(counts))]
-    send, recv = tuple(task.send for task in tasks), tuple(task.recv for task in tasks)
+    more: dict[str, Any] = {"segment": segment, "nodes": nodes}
+    tasks = [operation(op, rank, len(counts), counts, root, **more) for rank in range(len(counts))]
     if op == "all_to_all":
-        send = recv = tuple(tuple(a * b for b in counts) for a in counts)
-    return schedule_of(op, algorithm, send, recv, root, segment, nodes)
+        rows = [tuple(a * b for b in counts) for a in counts]
+        tasks = [
+            task._replace(send=row, recv=row, longest=max(counts) ** 2)
+            for task, row in zip(tasks, rows, strict=True)
+        ]
+    programs = tuple(program_of(task, algorithm) for task in tasks)
+    send, recv = tuple(task.send for task in tasks), tuple(task.recv for task in tasks)
+    return Schedule(op, send, recv, root, programs)
 
 
 def pieces(size: int, shape: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """List calls with values of a wrong kind: tensors without memory, seeds and names that are none."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -165,6 +166,17 @@ def seeded(seed: Any) -> Wrong:
     )
 
 
+def copied(duplicate: Callable[[Any], Any], make: Callable[..., Any]) -> Wrong:
+    """Return a copy of a plan or of a collective under way."""
+    return sending(lambda mesh, here: duplicate(make(torch.ones(3), comm=comm_of(mesh))))
+
+
+def begun(algorithm: str, mesh: sp.Mesh, here: bool) -> object:
+    """Run a plan, which the last rank only starts."""
+    made = sp.plan("all_reduce", torch.ones(2), comm=comm_of(mesh), algorithm=algorithm)
+    return made.start() if here else made.run()
+
+
 def kept(x: Tensor) -> Tensor:
     """Return a copy of x that was made in inference mode."""
     return torch.inference_mode()(x.clone)()
@@ -214,6 +226,31 @@ EVERYWHERE: Table = {
                 ),
             )
             for what, wrong in WRONG_SIZES.items()
+        },
+        **{
+            f"a {duplicate.__name__} of a {what}": (
+                TypeError,
+                f"{remedy} on every rank",
+                copied(duplicate, make),
+            )
+            for duplicate in (copy.copy, copy.deepcopy)
+            for what, remedy, make in (
+                ("plan", "Make a new plan", partial(sp.plan, "all_reduce")),
+                ("collective under way", "Begin the collective again", sp.all_reduce_start),
+            )
+        },
+        **{
+            f"{side} of {what}": (
+                sp.ShapeError,
+                "Pass x.contiguous().view(-1)",
+                lambda mesh, here, messages=messages: comm_of(mesh).exchange(*messages),  # type: ignore[misc]
+            )
+            for what, x in (
+                ("columns", torch.ones(2, 3).t()),
+                ("every second element", torch.ones(6)[::2]),
+                ("a single number", torch.ones(())),
+            )
+            for side, messages in (("a send", ([(0, x)], ())), ("a receive", ((), [(0, x)])))
         },
     }
 }
@@ -311,6 +348,14 @@ ON_ONE_RANK: Table = {
                 ),
             )
             for op in (["all_reduce"], 3, ANY, np.ones(2))
+        },
+        **{
+            f"a started run of a plan by {algorithm}": (
+                sp.CollectiveMismatch,
+                "a started run of the plan",
+                partial(begun, algorithm),
+            )
+            for algorithm in ("mpi", "ring")
         },
         "sequences in a batch": (
             sp.CollectiveMismatch,

@@ -1,16 +1,17 @@
-"""List wrong calls of layers that were changed, such as by a replaced part."""
+"""List wrong calls of layers with replaced parts, and wrong results of attention inside Ulysses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from oracle.changed_parts import CHANGES, Scaled
-from refusals.calls import Table, Wrong, comm_of
-from refusals.kinds import lowered
+from refusals.calls import Row, Table, Wrong, attention, comm_of
+from refusals.kinds import lowered, sending
 from torch import Tensor, nn
 
 import sp_core as sp
+from sp_core.nn.gradients import reduce_gradients
 
 MISMATCH = sp.CollectiveMismatch
 
@@ -125,13 +126,85 @@ def laid_out(kind: Any, mesh: sp.Mesh, here: bool) -> object:
     return kind.from_linear(nn.Linear(4, 6), comm=comm_of(mesh), sharding=sharding)
 
 
+def summed(weights: Callable[[sp.Communicator, bool], Iterable[nn.Parameter]]) -> Wrong:
+    """Return a sum of the gradients of weights, as those that every rank holds whole."""
+    return lambda mesh, here: reduce_gradients(weights(comm_of(mesh), here), data=comm_of(mesh))
+
+
 def whole_weights(kind: Any, mesh: sp.Mesh, here: bool) -> object:
     """Call a layer whose weights every rank holds whole."""
     return kind(4, comm=comm_of(mesh))(torch.ones(1, 2, 4))
 
 
+def refined(
+    change: Callable[[Tensor, Tensor], Any], *, everywhere: bool, return_lse: bool
+) -> Wrong:
+    """Return a call of Ulysses with a changed result of `inner`, on all ranks or on the last."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        def inner(*given: Any, **named: Any) -> Any:
+            found: Any = sp.local_attention(*given, **named)
+            return change(*found) if here or everywhere else found
+
+        return attention(
+            mesh, sp.ulysses_attention, inner=inner, return_lse=return_lse, learns=not everywhere
+        )
+
+    return sending(wrong)
+
+
+RESULTS: dict[str, tuple[type[Exception], str, Callable[[Tensor, Tensor], Any]]] = {
+    "nothing": (sp.ShapeError, "inner returned NoneType", lambda out, lse: None),
+    "out alone": (sp.ShapeError, "inner returned (2, 12, ", lambda out, lse: out),
+    "a list": (sp.ShapeError, "), NoneType for q (2, 12, ", lambda out, lse: [out, None]),
+    "three": (sp.ShapeError, "returned (2, 12, ", lambda out, lse: (out, lse, lse)),
+    "too few tokens": (
+        sp.ShapeError,
+        " two tensors of shapes (2, 12, ",
+        lambda out, lse: (out[:, 1:], lse),
+    ),
+    "another layout": (sp.ShapeError, ", 12, ", lambda out, lse: (out, lse.mT)),
+    "another dtype": (sp.DtypeError, "float64", lambda out, lse: (out.double(), lse)),
+    "a sparse lse": (
+        sp.ShapeError,
+        "lse of inner has layout",
+        lambda out, lse: (out, lse.to_sparse()),
+    ),
+    "an error": (ValueError, "no heads", lambda out, lse: int("no heads")),
+}
+"""Wrong results of a user's attention: the expected error, a part of its text, and the change."""
+DIFFERING: dict[str, tuple[type[Exception], str, Callable[[Tensor, Tensor], Any]]] = {
+    "another dtype of lse": (sp.CollectiveMismatch, "inner", lambda out, lse: (out, lse.double())),
+    "no gradient": (sp.CollectiveMismatch, "inner", lambda out, lse: (out.detach(), lse)),
+}
+"""Results of a user's attention that are wrong only if other ranks have others."""
+
+
+def results(table: Any, *, everywhere: bool) -> dict[str, Row]:
+    """Return rows in which a user's attention returns a result of the table."""
+    return {
+        f"{name} from inner, return_lse={return_lse}": (
+            kind,
+            text,
+            refined(change, everywhere=everywhere, return_lse=return_lse),
+        )
+        for name, (kind, text, change) in table.items()
+        for return_lse in (False, True)
+    }
+
+
+EVERYWHERE: Table = {"ring": results(RESULTS, everywhere=True)}
+"""Results that are wrong on every rank."""
 ON_ONE_RANK: Table = {
     "ring": {
+        **results(RESULTS | DIFFERING, everywhere=False),
+        "no inner": (
+            MISMATCH,
+            "inner",
+            lambda mesh, here: attention(
+                mesh, sp.ulysses_attention, inner=None if here else sp.local_attention
+            ),
+        ),
         **{
             f"a {kind.__name__} of {change}": (
                 TypeError,
@@ -191,6 +264,25 @@ ON_ONE_RANK: Table = {
             )
             for kind in (sp.FeedForward, sp.LayerNorm, sp.RMSNorm)
         },
+        "gradients of parts of weights": (
+            sp.ShapeError,
+            "as `tensor`",
+            summed(
+                lambda comm, _: sp.ColumnParallelLinear.from_linear(
+                    nn.Linear(8, 8), comm=comm
+                ).parameters()
+            ),
+        ),
+        "gradients of a weight of another shape": (
+            MISMATCH,
+            "(3, 2)",
+            summed(lambda _, here: [nn.Parameter(torch.ones((2, 3) if here else (3, 2)))]),
+        ),
+        "gradients of a weight on meta": (
+            sp.DeviceError,
+            "a parameter is on meta",
+            summed(lambda _, here: [nn.Parameter(torch.ones(1, device="meta"))] * here),
+        ),
         "a part of a layer that communicates": (
             TypeError,
             "FeedForward.up.1 is a RMSNorm, which communicates; needed is",

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 from refusals.pure import Row
 
 import sp_core as sp
@@ -135,12 +136,15 @@ ROWS: list[Row] = [
     ),
     *(
         (sp.ShapeError, "finite costs >= 0", partial(split_stages, layers, 2, **more))
-        for layers, more in (
-            ([math.nan, 1], {}),
-            ([-1, 1], {}),
-            ([1, math.inf], {}),
-            ([1, 1], {"first": math.nan}),
-            ([1, 1], {"last": -1}),
+        for layers, more in list[Any](
+            [
+                ([math.nan, 1], {}),
+                ([-1, 1], {}),
+                ([1, math.inf], {}),
+                ([np.longdouble("1e400")] * 2, {}),  # no float can hold it
+                ([1, 1], {"first": math.nan}),
+                ([1, 1], {"last": -1}),
+            ]
         )
     ),
     (

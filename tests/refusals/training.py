@@ -180,13 +180,33 @@ def hooked(name: str, model: Llama) -> None:
     getattr(model.norm.weight, name)(Tensor.neg_)
 
 
-def stepping(make: Callable[[Any], Any]) -> Wrong:
-    """Return a training step of which the last rank makes another optimizer."""
-    return lambda mesh, here: stepped(CASE.model(mesh), make if here else torch.optim.SGD)
+def stepping(make: Callable[[Any], Any], usual: Callable[[Any], Any] = torch.optim.SGD) -> Wrong:
+    """Return a training step of which the last rank makes another optimizer. It trains nothing."""
+
+    def step(mesh: sp.Mesh, here: bool) -> object:
+        model = CASE.model(mesh)
+        before = [x.detach().clone() for x in model.parameters()]
+        try:
+            return stepped(model, make if here else usual)
+        finally:
+            assert all(map(torch.equal, model.parameters(), before))
+
+    return step
 
 
 COUPLING = torch.optim.Adafactor, torch.optim.Muon
 """Optimizers that compute the update of an element with other elements of its weight."""
+USUAL = partial(torch.optim.AdamW, lr=0.01)
+DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "class": partial(torch.optim.Adam, lr=0.01),
+    "rate": partial(torch.optim.AdamW, lr=0.02),
+    "betas": partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99)),
+    "maximize": partial(torch.optim.AdamW, lr=0.01, maximize=True),
+    "parameters": lambda weights: torch.optim.AdamW([*weights][:-1], lr=0.01),
+    "groups": lambda weights: torch.optim.AdamW([{"params": [x]} for x in weights], lr=0.01),
+    "tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02)),
+}
+"""Optimizers that differ from the usual one."""
 EVERYWHERE: Table = {
     "ring": {
         "an empty sequence": (
@@ -223,6 +243,11 @@ EVERYWHERE: Table = {
             for what, texts in {"no sequence": [], "sequences without a label": [[1], [2]]}.items()
             for own in (False, True)
         },
+        "a file of no byte": (
+            sp.CheckpointError,
+            "max_file_bytes=0 was given",
+            lambda mesh, here: save(CASE.model(mesh), FOLDER, max_file_bytes=0),
+        ),
         "a backward of frozen weights": (
             ValueError,
             "no weight of the model has requires_grad=True",
@@ -278,7 +303,27 @@ ON_ONE_RANK: Table = {
             lambda mesh, here: backward(CASE.model(mesh).requires_grad_(not here), TEXTS),
         ),
     },
-    "ring": conversions("ring") | frozen(),
+    "ring": {
+        **conversions("ring"),
+        **frozen(),
+        **{
+            f"optimizers that differ in {what}": (
+                sp.CollectiveMismatch,
+                "train_step",
+                stepping(made, USUAL),
+            )
+            for what, made in DIFFERENT.items()
+        },
+        "an optimizer of a weight and of a parameter like one": (
+            ValueError,
+            "parameters that the model lacks",
+            stepping(
+                lambda weights: torch.optim.SGD(
+                    [{"params": weights[:1]}, {"params": [nn.Parameter(torch.ones(10).double())]}]
+                )
+            ),
+        ),
+    },
     "tp": {
         **conversions("tp"),
         **frozen(),
@@ -293,6 +338,11 @@ ON_ONE_RANK: Table = {
     },
     "pp": {
         **conversions("pp"),
+        "a pipeline without gradients": (
+            sp.CollectiveMismatch,
+            "gradients=",
+            graded(lambda mesh, here: trained(CASE.model(mesh))),
+        ),
         "a training step on stages, which have different numbers of parameters": (
             sp.ShapeError,
             "split over 2 stages",
@@ -310,6 +360,18 @@ ON_ONE_RANK: Table = {
                 ("a training loaded", restored),
             )
         },
+    },
+    "dp ring": {
+        "another token in the sequences of one replica": (
+            sp.CollectiveMismatch,
+            "alike",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2, 3 + here]], own=True),
+        ),
+        "own sequences on one rank": (
+            sp.CollectiveMismatch,
+            "of own",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], own=here),
+        ),
     },
     "ring ulysses": {
         "gradients of other rows": (
