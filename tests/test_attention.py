@@ -183,7 +183,7 @@ def test_values_that_no_query_sees_are_not_read(softcap: float | None, poison: f
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+def ran(substitute: Any) -> list[tuple[Tensor, ...]]:
     """Return a list to which every kernel call adds its results."""
     results: list[tuple[Tensor, ...]] = []
 
@@ -191,8 +191,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
         results.append(run(*given))
         return results[-1]
 
-    for direction in ("forward", "backward"):
-        monkeypatch.setattr(kernels, direction, partial(noted, getattr(kernels, direction)))
+    wrapped = {name: partial(noted, vars(kernels)[name]) for name in ("forward", "backward")}
+    substitute(kernels, **wrapped)
     return results
 
 

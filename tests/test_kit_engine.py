@@ -124,13 +124,10 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
 
 
 @pytest.mark.parametrize("of_kit", [True, False])
-def test_what_is_said_in_a_test_reaches_hypothesis(
-    monkeypatch: pytest.MonkeyPatch, *, of_kit: bool
-) -> None:
+def test_what_is_said_in_a_test_reaches_hypothesis(substitute: Any, *, of_kit: bool) -> None:
     """What ranks say is handed over once, and of their targets the largest."""
     said = {name: Mock() for name in ("event", "target", "note")}
-    for name, told in said.items():
-        monkeypatch.setattr(hypothesis, name, told)
+    substitute(hypothesis, **said)
 
     def body(comm: Any) -> None:
         event("rank", str(comm.rank))
@@ -216,12 +213,9 @@ def test_a_message_left_by_a_raw_example_does_not_reach_the_next(
 
 
 @pytest.mark.mpi  # ranks that are threads get new communicators for each example
-def test_communicators_are_kept_for_later_examples_and_the_oldest_is_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_communicators_are_kept_for_later_examples_and_the_oldest_is_freed(substitute: Any) -> None:
     control: Any = session.current.control
-    monkeypatch.setattr(engine, "_pool", {})
-    monkeypatch.setattr(engine, "MAX_COMMUNICATORS", 2)
+    substitute(engine, _pool={}, MAX_COMMUNICATORS=2)
     asked = [Example(ranks, {}, raw) for ranks in ((0, 1), (1, 0), (1,)) for raw in (False, True)]
     made, found, due = list[Any](), list[Any](), list[Any]()
     for number, one in enumerate(asked, 1):

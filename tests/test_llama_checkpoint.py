@@ -377,14 +377,13 @@ def test_a_save_that_fails_is_an_error_on_every_rank_and_leaves_nothing(
 
 
 @pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def killed(substitute: Any) -> None:
     """Let a save fail after it has written the weights, and clean nothing up, as if killed."""
 
     def end(*_: Any) -> None:
         raise OSError("killed")
 
-    monkeypatch.setattr(checkpoint, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
-    monkeypatch.setattr(checkpoint, "_json", end)
+    substitute(checkpoint, shutil=SimpleNamespace(rmtree=lambda *_, **__: None), _json=end)
 
 
 @pytest.mark.usefixtures("killed")
