@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, call, patch
 
@@ -26,6 +25,7 @@ from sp_core.testing import (
     given,
     note,
     profiles,
+    run_threads,
     session,
     spmd,
     target,
@@ -137,12 +137,14 @@ def test_what_is_said_in_a_test_reaches_hypothesis(substitute: Any, *, of_kit: b
     if of_kit:
         given(nprocs=st.just(2), max_examples=1)(body)()
     else:
-        one = settings(max_examples=1, database=None)
-        one(hypothesis.given(st.just(SimpleNamespace(rank=1)))(body))()
+
+        def on_ranks(size: int) -> None:
+            run_threads(size, body)
+
+        settings(max_examples=1, database=None)(hypothesis.given(st.just(2))(on_ranks))()
     if leads() or not of_kit:
-        assert said["event"].call_args_list[-2 * of_kit :] == [
-            call("rank", str(rank)) for rank in range(1 - of_kit, 2)
-        ]
+        ranks = [call("rank", str(rank)) for rank in range(2)]
+        assert said["event"].call_args_list[-2:] == ranks
         said["target"].assert_called_with(7.0, label="n")
         assert said["note"].call_args_list == [call("said by all")] * said["target"].call_count
 
