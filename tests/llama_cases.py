@@ -183,5 +183,7 @@ def cases(draw: st.DrawFn, max_layers: int = 2) -> Case:
 def mesh_of(comm: Any, number: int) -> sp.Mesh:
     """Make the mesh with this number among those of `comm.size` ranks."""
     shapes = MESHES[comm.size]
-    axes = {axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1}
+    axes: dict[str, Any] = {
+        axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1
+    }
     return sp.Mesh(comm, device=device(), **(axes or {"tp": 1}))

@@ -84,9 +84,7 @@ def set_now() -> list[object]:
 
 
 def test_an_error_is_printed_though_torch_would_print_it_afterwards(
-    usual: list[Mock],
-    substitute: Any,
-    capfd: pytest.CaptureFixture[str],
+    usual: list[Mock], substitute: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """`init_process_group` sets a hook that collects what ours writes, and ours does not return."""
     substitute(failing, end=END, GRACE_SECONDS=0.0)
@@ -224,11 +222,7 @@ def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
     ],
 )
 def test_an_exit_that_leaves_a_mesh_ends_all_at_the_end_of_the_program(
-    head: str,
-    error: BaseException,
-    ends: bool,
-    substitute: Any,
-    capsys: pytest.CaptureFixture[str],
+    head: str, error: BaseException, ends: bool, substitute: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     registered = Mock()
     substitute(failing, _head=head, atexit=Mock(register=registered))

@@ -49,7 +49,8 @@ def dawdling(substitute: Any) -> None:
         return dawdle
 
     substitute(Rooms, enter=late(Rooms.enter))
-    substitute(problem, attend=late(problem.attend), attend_backward=late(problem.attend_backward))
+    plain = vars(problem)
+    substitute(problem, **{name: late(plain[name]) for name in ("attend", "attend_backward")})
 
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])

@@ -303,11 +303,7 @@ def test_in_a_job_the_first_rank_says_what_is_wrong(
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_prompts_are_those_of_options_files_and_standard_input(
-    chat: bool,
-    dtype: str,
-    ranks: int,
-    folder: Path,
-    substitute: Any,
+    chat: bool, dtype: str, ranks: int, folder: Path, substitute: Any
 ) -> None:
     """In a chat each prompt is put into the template, which already has the special tokens.
 
@@ -369,11 +365,7 @@ def test_logits_that_are_not_finite_are_not_shown(
     [(0, 1, "aa\ufffd\n"), (0, 2, "[0] aa\ufffd\n[1] aa\ufffd\n"), (1, 1, ""), (1, 2, "")],
 )
 def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
-    rank: int,
-    number: int,
-    text: str,
-    substitute: Any,
-    capsys: pytest.CaptureFixture[str],
+    rank: int, number: int, text: str, substitute: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An incomplete character is shown only at the end of the text."""
     tokens, prompts = [*b"aa\xf0"], [[1]] * number

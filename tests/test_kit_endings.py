@@ -33,12 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def launch(
-    clock: Clock,
-    tmp_path: Path,
-    substitute: Any,
-    request: pytest.FixtureRequest,
-) -> Any:
+def launch(clock: Clock, tmp_path: Path, substitute: Any, request: pytest.FixtureRequest) -> Any:
     """Return a launch of three ranks, of which mpiexec is simulated and no process is there.
 
     The parameter is the command, by default "tool -n".

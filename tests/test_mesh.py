@@ -40,12 +40,7 @@ from sp_core.transport.distributed import DistributedTransport
     ],
 )
 def test_a_gpu_is_the_one_chosen_or_has_the_number_of_the_rank_on_its_node(
-    asked: str | None,
-    sees: str,
-    current: int,
-    local: str,
-    found: str,
-    substitute: Any,
+    asked: str | None, sees: str, current: int, local: str, found: str, substitute: Any
 ) -> None:
     """Without a launcher's number on the node, the number in the communicator, here 4, counts."""
     substitute(os, environ={"LOCAL_RANK": local, "SLURM_LOCALID": local})
