@@ -3,7 +3,9 @@
 import gc
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -49,6 +51,17 @@ def _own_session_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Give each worker its own session folder, because several may start mpiexec at once."""
     if not in_job():
         os.environ.update(session_dir(tmp_path_factory.mktemp("mpiexec")))
+
+
+@pytest.fixture
+def substitute(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that gives a module or object other attributes until the test ends."""
+
+    def others(owner: Any, **values: Any) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(owner, name, value)
+
+    return others
 
 
 @pytest.fixture

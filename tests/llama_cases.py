@@ -36,16 +36,6 @@ MESHES = {
     ]
     for size in (1, 2, 3, 4)
 }
-PIPELINES = {
-    size: [
-        {**axes, "pp": stages}
-        for stages in range(2, size + 1)
-        if size % stages == 0
-        for axes in MESHES[size // stages]
-    ]
-    for size in MESHES
-}
-"""The meshes with several pipeline stages, by number of ranks."""
 
 
 class Wrapped(nn.Module):
@@ -190,10 +180,10 @@ def cases(draw: st.DrawFn, max_layers: int = 2) -> Case:
     )
 
 
-def mesh_of(comm: Any, number: int, stages: int = 1, **options: Any) -> sp.Mesh:
-    """Make the mesh with this number among those of `comm.size` ranks and up to `stages` stages."""
-    shapes = [*MESHES[comm.size], *(axes for axes in PIPELINES[comm.size] if axes["pp"] <= stages)]
+def mesh_of(comm: Any, number: int) -> sp.Mesh:
+    """Make the mesh with this number among those of `comm.size` ranks."""
+    shapes = MESHES[comm.size]
     axes: dict[str, Any] = {
         axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1
     }
-    return sp.Mesh(comm, device=device(), **options, **(axes or {"tp": 1}))
+    return sp.Mesh(comm, device=device(), **(axes or {"tp": 1}))

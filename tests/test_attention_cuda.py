@@ -194,11 +194,10 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("head_dim", [192, 224])
 def test_the_backward_may_run_another_kernel_than_the_forward(
-    head_dim: int, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, substitute: Any
 ) -> None:
     """A gradient of the lse widens the heads, and flash's backward lacks 200 to 224 here."""
-    monkeypatch.setattr(cuda, "capability", lambda device: (8, 6))
-    monkeypatch.setattr(cuda, "prefers_cudnn", lambda *given: False)
+    substitute(cuda, capability=lambda device: (8, 6), prefers_cudnn=lambda *given: False)
     q, k = (
         torch.empty(2, heads, 40, head_dim, dtype=torch.bfloat16, device="meta") for heads in (4, 2)
     )

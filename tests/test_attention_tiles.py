@@ -1,6 +1,7 @@
 """Test that attention is the same after large blocks are cut into tiles, or small ones packed.
 
-Together the tiles cover every visible pair of query and key once.
+Together the tiles cover every visible pair of query and key once. Masks and indices are copied
+to a GPU as rarely as possible: such tensors are on the meta device here.
 """
 
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ from domains import masks
 from domains.declared import Row
 from domains.numeric import attended
 from hypothesis import given, settings, strategies as st
+from oracle.dispatched import Calls
 from test_attention import LOCAL, judge, ran, rows as drawn_rows, there_and_back
 from test_mask import coverage
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_core.attention import Logits, attend, attend_backward, function, kernels, packs, tiles
+from sp_core.attention import Logits, attend, attend_backward, cuda, function, kernels, packs, tiles
 from sp_core.attention.tiles import Cut, halves, rows, strips, tiled
 from sp_core.mask import Block, Mask, plan_blocks
 
@@ -232,16 +233,10 @@ def test_hundreds_of_documents_take_few_kernel_calls(ran: list[Any]) -> None:
     assert len(ran) == 2 * q.numel() // 2**17  # a pack holds 2**17 elements of q
 
 
-class Copied(TorchDispatchMode):
-    """A mode that counts the elements of copies, as of conversions to another dtype."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.clone):
-            self.total += result.numel()
-        return result
+def copied(calls: Calls) -> int:
+    """Count the elements of copies, as of conversions to another dtype."""
+    copies = ("aten::_to_copy", "aten::clone")
+    return sum(result.numel() for name, _, result in calls.made if name in copies)
 
 
 def test_the_plain_kernel_copies_each_tensor_once_however_many_strips(
@@ -249,11 +244,11 @@ def test_the_plain_kernel_copies_each_tensor_once_however_many_strips(
 ) -> None:
     monkeypatch.setattr(kernels, "CPU_SCORES", 1)
     do, q, k, v = torch.ones(4, 2, 32, 3, 8, dtype=torch.bfloat16).transpose(2, 3).unbind()
-    with Copied() as copied:  # type: ignore[no-untyped-call]
+    with Calls() as calls:
         out, lse = kernels.block_attention(q, k, v, logits=Logits(0.3, 5.0))
-        assert copied.total == 3 * q.numel()
+        assert copied(calls) == 3 * q.numel()
         kernels.block_attention_backward(do, q, k, v, out, lse, logits=Logits(0.3, 5.0))
-    assert copied.total == (3 + 5) * q.numel()
+    assert copied(calls) == (3 + 5) * q.numel()
 
 
 def test_tiles_of_a_window_are_not_searched_for_hidden_tokens(
@@ -265,3 +260,57 @@ def test_tiles_of_a_window_are_not_searched_for_hidden_tokens(
     q, do = torch.randn(2, 1, 1, 300, 4).unbind()
     there_and_back(do, q, q, q, **{**call((0, 300), 300), "mask": Mask(causal=True, window=20)})
     assert "partial" not in searched
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the kernels of an H100 on the meta device, which checks schemas and shapes."""
+    monkeypatch.setattr(kernels, "FUSED", {"meta"})
+    monkeypatch.setattr(cuda, "capability", lambda device: (9, 0))
+
+
+def uploads(calls: Calls) -> int:
+    """Count copies from the host to another device, for which the host waits."""
+    given = {"aten::_to_copy": 0, "aten::copy_": 1}
+    return sum(
+        args[given[name]].device.type == "cpu" != result.device.type
+        for name, args, result in calls.made
+        if name in given
+    )
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["efficient", "plain"])
+def test_equal_masks_are_uploaded_once_a_pass(softcap: float | None) -> None:
+    q, k = (torch.empty(2, heads, 700, 16, device="meta") for heads in (4, 2))
+    mask = Mask(causal=True, window=64)
+    here: dict[str, Any] = {"q_positions": range(700), "kv_positions": range(700), "mask": mask}
+    logits = Logits(0.3, softcap=softcap)
+    blocks = [block for block in plan_blocks(range(700), range(700), mask) if block.band]
+    with Calls() as forward:
+        out, lse = attend(q, k, k, **here, logits=logits)
+    with Calls() as backward:
+        attend_backward(q, q, k, k, out, lse, **here, logits=logits)
+    different = len({(block.shape, block.band) for block in blocks})
+    assert (uploads(forward), uploads(backward)) == (different, different)
+    assert different < len(blocks)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("causal", [True, False])
+def test_indices_of_packed_documents_are_uploaded_once_for_all_layers(causal: bool) -> None:
+    q, k = (torch.empty(2, heads, 72, 16, device="meta").bfloat16() for heads in (4, 2))
+    ends = (0, 6, 8, 21, 23, 31, 72) if causal else (0, 5, 9, 26, 29, 44, 72)
+    mask = Mask(causal=causal, documents=ends)
+    here: dict[str, Any] = {"q_positions": range(72), "kv_positions": range(72), "mask": mask}
+    counts = []
+    for _ in range(3):
+        with Calls() as forward:
+            out, lse = attend(q, k, k, **here, logits=Logits(0.3))
+        with Calls() as backward:
+            attend_backward(q, q, k, k, out, lse, **here, logits=Logits(0.3))
+        counts.append((uploads(forward), uploads(backward)))
+    kernels_called = [name for name, *_ in forward.made if "attention" in name]
+    assert kernels_called == ["aten::_flash_attention_forward"]  # no document alone
+    # the tokens of queries and of keys, and one vector of ends for both
+    assert counts == [(3, 0), (0, 0), (0, 0)]

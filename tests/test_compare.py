@@ -170,7 +170,7 @@ FILES = {"ci/constraints.txt": "torch==2.0\nrich==1\n# note\nmpich==5\n"}
 
 
 @pytest.fixture
-def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def repository(substitute: Any, tmp_path: Path) -> Path:
     """Make a repository with one common commit, and one more on each branch, `side` and `main`."""
     folder = tmp_path / "repository"
     folder.mkdir()
@@ -180,8 +180,7 @@ def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     commit(folder, "main", file1="x")
     git(folder, "checkout", "--quiet", "side")
     commit(folder, "side", file2="x")
-    monkeypatch.setattr(command, "ROOT", folder)
-    monkeypatch.setattr(command, "REPORTS", folder / "reports")
+    substitute(command, ROOT=folder, REPORTS=folder / "reports")
     return folder
 
 
@@ -255,14 +254,11 @@ def test_a_commit_with_other_packages_is_refused(old: str, new: str, repository:
     assert len(git(repository, "worktree", "list").splitlines()) == 1
 
 
-def test_the_harness_is_asked_for_cases_and_launches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, substitute: Any) -> None:
     """The output of a failed launch goes to a log file, which an interruption keeps."""
     made = Mock(side_effect=["it broke", KeyboardInterrupt])
     plan = {size: [SimpleNamespace(id="a"), SimpleNamespace(id="b")] for size in (1, 2)}
-    monkeypatch.setattr(command, "listing", lambda setting, ranks, root: plan)
-    monkeypatch.setattr(command, "run_launch", made)
+    substitute(command, listing=lambda setting, ranks, root: plan, run_launch=made)
     options = launching.parse("compare", "", command.OPTIONS, ["main"])
     bench, out = command.Bench(options, "run"), tmp_path / "records.jsonl"
     side, pair = Side("head", tmp_path, "head", None), {"stage": "screen", "index": 3}
@@ -297,14 +293,14 @@ def test_bad_options_are_refused(
     complaint: str,
     repository: Path,
     monkeypatch: pytest.MonkeyPatch,
+    substitute: Any,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(repository.parent)
     (repository.parent / "full").mkdir()
     (repository.parent / "full" / "records.jsonl").write_text("old")
     plan = {ranks: [SimpleNamespace(id=RING)] for ranks in (1, 2)}
-    monkeypatch.setattr(command, "listing", lambda setting, ranks, root: plan)
-    monkeypatch.setattr(command, "REPORTS", repository.parent)
+    substitute(command, listing=lambda setting, ranks, root: plan, REPORTS=repository.parent)
     assert command.main(arguments.split()) == 2
     assert complaint in capsys.readouterr().err
     assert (repository.parent / "full" / "records.jsonl").read_text() == "old"
@@ -319,15 +315,18 @@ def test_an_early_end_keeps_the_records_and_is_no_regression(
     code: int,
     told: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    substitute: Any,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     machine = Machine()
     launches = Mock(wraps=machine.launch, side_effect=[*[DEFAULT] * 5, end])
-    monkeypatch.setattr(machine, "launch", launches)
-    monkeypatch.setattr(command, "Bench", lambda *_: machine)
-    monkeypatch.setattr(command, "commits", lambda *refs: refs)
-    monkeypatch.setattr(command, "sides", lambda *_: contextlib.nullcontext(pair_of_sides()))
+    substitute(machine, launch=launches)
+    substitute(
+        command,
+        Bench=lambda *_: machine,
+        commits=lambda *refs: refs,
+        sides=lambda *_: contextlib.nullcontext(pair_of_sides()),
+    )
     assert command.main(["main", "--out", str(tmp_path)]) == code
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 5 * len(CASES)
     assert not (tmp_path / "report.md").exists()

@@ -1,7 +1,5 @@
 """Test that a program under `torch.compile` computes what it computes without."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -89,24 +87,6 @@ def test_a_compiled_dropout_drops_the_same_elements() -> None:
         return sp.dropout(x, 0.5, seed=3, positions=range(x.shape[1]))
 
     assert torch.equal(torch.compile(drop)(x), drop(x))
-
-
-def test_no_call_imports_the_compiler_by_itself() -> None:
-    """It takes more than a second and tens of MB, of every rank."""
-    program = (
-        "import sys, torch, sp_core as sp\n"
-        "from sp_core.testing import run_threads\n"
-        "def body(comm):\n"
-        "    with sp.Mesh(comm, sp=comm.size) as mesh:\n"
-        "        x = torch.ones(1, 2, 8, requires_grad=True)\n"
-        "        sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)\n"
-        "        block = sp.TransformerBlock(8, 2, comm=mesh['sp'])\n"
-        "        block(x, sharding=sharding).sum().backward()\n"
-        "        sp.plan('all_reduce', x.detach(), comm=mesh['sp']).run()\n"
-        "run_threads(2, body)\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -365,16 +365,15 @@ def small(comm: Any) -> dict[str, Any]:
     return gpu.measured(comm, torch.device("cpu"), 4096, side=8, seconds=0.0)
 
 
-def test_every_way_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "ON_CPU", ("host", "window", "ipc"))
-    monkeypatch.setattr(gpu, "LEAST_ROUNDS", 2)
+def test_every_way_is_checked_and_timed(substitute: Any) -> None:
+    substitute(gpu, ON_CPU=("host", "window", "ipc"), LEAST_ROUNDS=2)
     found = run_threads(2, small)[0]
     lengths = {name: len(samples) for name, samples in found["samples"].items()}
     assert lengths == {"naive": 2, "host": 2, "window": 2}
     assert set(found["beside"]) == set(gathered(2)["beside"])
     assert "ipc" in found["missing"]["ipc"]
     assert {row[0] for row in gpu.rows(found, on_gpu=False)} == {*lengths}
-    monkeypatch.setattr(gpu, "naive", lambda world, x: x.new_zeros(world.size * x.numel()))
+    substitute(gpu, naive=lambda world, x: x.new_zeros(world.size * x.numel()))
     with pytest.raises(Exception, match="naive: the gathered numbers are not the ones"):
         run_threads(2, small)
 

@@ -1,8 +1,6 @@
 """Compare the formulas of `cost` with numbers that were counted by hand."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,21 +136,6 @@ def test_gradients_of_keys_travel_with_those_of_values(keys: sp.Sharding, learns
         for needed in ((True, True), (True, False), (False, True))
     )
     assert both == k == v
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_the_traffic_of_a_rank_that_does_not_exist_is_refused(rank: int, shared: bool) -> None:
-    problem = cost.Attention(QUERIES, QUERIES, sp.Mask(), 2, 6, 3, 5, 2, shared=shared)
-    groups = [[0, 1], [2, 3]]
-    calls: list[Callable[[], cost.Both]] = [
-        *(partial(each, problem, rank) for each in (cost.allgather_kv, cost.ring, cost.ulysses)),
-        *(partial(cost.hybrid, problem, *place, groups) for place in ((rank, 0), (0, rank))),
-        partial(cost.tp_sp, QUERIES, rank, 2, 5, 2),
-    ]
-    for call in calls:
-        with pytest.raises(sp.ShapeError, match=f"rank {rank}"):
-            call()
 
 
 def test_a_pair_of_parallel_layers_sends_what_was_counted_by_hand() -> None:

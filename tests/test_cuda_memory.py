@@ -278,10 +278,11 @@ def test_without_a_runtime_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) ->
         cuda._runtime()
 
 
-def test_each_transport_shares_memory_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "Window", lambda comm, *given: given)
-    monkeypatch.setattr(cuda, "PinnedMemory", lambda device: "of the host")
-    monkeypatch.setattr(cuda, "CudaMemory", lambda device: "of the device")
+def test_each_transport_shares_memory_of_its_own_kind(substitute: Any) -> None:
+    substitute(transport, Window=lambda comm, *given: given)
+    substitute(
+        cuda, PinnedMemory=lambda device: "of the host", CudaMemory=lambda device: "of the device"
+    )
     made: dict[str, Any] = {}
     for name in ("host", "window", "pinned", "ipc"):
         messages: Any = SimpleNamespace(name=name, in_order="in order")
@@ -294,11 +295,14 @@ def test_each_transport_shares_memory_of_its_own_kind(monkeypatch: pytest.Monkey
     }
 
 
-def test_one_rank_of_a_machine_tries_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_a_machine_tries_memory_of_a_device(substitute: Any) -> None:
     tried = MagicMock(return_value="")
-    monkeypatch.setattr(cuda_aware, "no_device_memory", tried)
-    monkeypatch.setattr(cuda_aware, "refuse_host_only", lambda comm, why: why())
-    monkeypatch.setattr(cuda_aware, "DeviceTransport", MagicMock())
+    substitute(
+        cuda_aware,
+        no_device_memory=tried,
+        refuse_host_only=lambda comm, why: why(),
+        DeviceTransport=MagicMock(),
+    )
     run_threads(3, lambda comm: transport.make_transport("device", comm, torch.device("cuda")))
     tried.assert_called_once_with("cuda")
 

@@ -160,20 +160,20 @@ def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("near", [False, True])
 def test_ranks_find_each_other_at_the_store_of_rank_0(
-    near: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    near: bool, device: str, substitute: Any
 ) -> None:
     """The store accepts other machines only if ranks run there. NCCL may not share a GPU."""
     server = Mock(**{"getsockname.return_value": ("", 1234), "detach.return_value": 5})
     sockets, names = Mock(**{"create_server.return_value": server}), Mock(node=lambda: "here")
-    for name, stand_in in {
-        "socket": sockets,
-        "platform": names,
-        "this_machine": lambda: 0 if near else threading.get_ident(),
-        "uuid_of": lambda _: threading.get_ident(),
-        "_store": lambda *given: given,
-        "_connected": lambda store, comm, *given: (store, *given),
-    }.items():
-        monkeypatch.setattr(distributed, name, stand_in)
+    substitute(
+        distributed,
+        socket=sockets,
+        platform=names,
+        this_machine=lambda: 0 if near else threading.get_ident(),
+        uuid_of=lambda _: threading.get_ident(),
+        _store=lambda *given: given,
+        _connected=lambda store, comm, *given: (store, *given),
+    )
     kind, host = torch.device(device), "127.0.0.1" if near else "here"
 
     def make(comm: Any) -> Any:
@@ -187,9 +187,7 @@ def test_ranks_find_each_other_at_the_store_of_rank_0(
     rest = kind, near, timedelta(seconds=9 if near else 300)
     assert found() == [((host, 1234, 5), *rest), *[((host, 1234), *rest)] * 2]
     sockets.create_server.assert_called_once_with(("127.0.0.1" * near, 0))
-    monkeypatch.setattr(
-        distributed, "uuid_of", lambda _: threading.current_thread().name == "rank 1"
-    )
+    substitute(distributed, uuid_of=lambda _: threading.current_thread().name == "rank 1")
     refused = pytest.raises(
         Exception, match=r"3 ranks have 2 \(ranks 0, 2: GPU False of here\).*'ipc'"
     )
@@ -331,12 +329,9 @@ def test_a_freed_communicator_releases_the_port_of_the_store() -> None:
     comm.watch("a call")  # it must not ask the store
 
 
-def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(substitute: Any) -> None:
     now, states = [5.0], {11: ["S", "1"], 12: ["R"]}
-    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(groups, "stat", states.__getitem__)
+    substitute(groups, time=SimpleNamespace(monotonic=lambda: now[0]), stat=states.__getitem__)
     comm = GroupComm(HashStore(), "all", 0, 1, timedelta(seconds=30))
     comm._near = {1: 11, 2: 12}
     comm.watch("a call")

@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -209,7 +208,7 @@ def test_a_variable_that_no_mesh_takes_is_named(what: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(("status", "nodes"), [("note", "ok"), ("note", "broken"), ("broken", "")])
 @pytest.mark.parametrize("name", ["SP_ALGORITHM", "SP_TUNING"])
 def test_what_needs_mpi_and_a_mesh_is_left_out_without(
-    name: str, status: Any, nodes: Any, problem: Finding | None, monkeypatch: pytest.MonkeyPatch
+    name: str, status: Any, nodes: Any, problem: Finding | None, substitute: Any
 ) -> None:
     """The other parts are examined, each with the options that it needs.
 
@@ -218,23 +217,22 @@ def test_what_needs_mpi_and_a_mesh_is_left_out_without(
     """
     variable, mpi, mesh = (Finding(one, "ok", "") for one in ("SP_NODES", "MPI", "nodes"))
     other, mesh = Finding(name, status, "rank 1: x"), replace(mesh, status=nodes)
-    parts: dict[str, Callable[..., Any]] = {
-        "cpu_model": lambda: "Best 9",
-        "cores": lambda: 7,
-        "_shared_memory": lambda: Finding("shm", "ok", ""),
-        "_gpus": lambda device: Finding("GPUs", "broken", device),
-        "_variables": lambda: iter([variable]),
-        "_mpiexec": lambda measure: Finding("mpiexec", "ok", measure),
-        "_mpi": lambda: iter([mpi]),
-        "_mpi_problem": lambda: problem,
-        "_world": lambda: "world",
-        "of_all": lambda mine, world: [*mine, other],
-        "_constants": lambda measure: f"constants {measure}",
-        "_nodes": lambda: mesh,
-        "_transports": lambda device: iter([f"transports {device}"]),
-    }
-    for part, found in parts.items():
-        monkeypatch.setattr(doctor, part, found)
+    substitute(
+        doctor,
+        cpu_model=lambda: "Best 9",
+        cores=lambda: 7,
+        _shared_memory=lambda: Finding("shm", "ok", ""),
+        _gpus=lambda device: Finding("GPUs", "broken", device),
+        _variables=lambda: iter([variable]),
+        _mpiexec=lambda measure: Finding("mpiexec", "ok", measure),
+        _mpi=lambda: iter([mpi]),
+        _mpi_problem=lambda: problem,
+        _world=lambda: "world",
+        of_all=lambda mine, world: [*mine, other],
+        _constants=lambda measure: f"constants {measure}",
+        _nodes=lambda: mesh,
+        _transports=lambda device: iter([f"transports {device}"]),
+    )
     unmeasured = Finding(
         *("constants", "broken", "not measured: a variable is broken"),
         "first follow the other remedies, then measure again",
@@ -268,19 +266,17 @@ LIMIT = call.dump_traceback_later(300, exit=True)  # it is suspended while ranks
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("broken", 1)])
 @pytest.mark.parametrize(("rank", "job"), [(0, True), (1, True), (1, False)])
 def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
-    status: Any,
-    code: int,
-    rank: int,
-    job: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    status: Any, code: int, rank: int, job: bool, substitute: Any, capsys: Any
 ) -> None:
     """The command would end after five minutes, and print all stacks."""
     found, limit = [Finding("python", "ok", "3"), Finding("MPI", status, "4", "do")], Mock()
-    monkeypatch.setattr(doctor, "examine", lambda device, measure: iter(found))
-    monkeypatch.setattr(doctor, "in_job", lambda: job)
-    monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(rank=rank))
-    monkeypatch.setattr(doctor, "faulthandler", limit)
+    substitute(
+        doctor,
+        examine=lambda device, measure: iter(found),
+        in_job=lambda: job,
+        _world=lambda: SimpleNamespace(rank=rank),
+        faulthandler=limit,
+    )
     assert doctor.main() == code
     assert limit.mock_calls == [LIMIT, call.cancel_dump_traceback_later()]
     assert capsys.readouterr().out == ("" if rank and job else f"{report(found)}\n")
@@ -292,24 +288,26 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
 )
 @pytest.mark.parametrize("measure", [True, False])
 def test_a_job_of_one_rank_does_not_claim_to_have_measured(
-    ranks: int, status: str, kept: int, monkeypatch: pytest.MonkeyPatch, *, job: bool, measure: bool
+    ranks: int, status: str, kept: int, substitute: Any, *, job: bool, measure: bool
 ) -> None:
     measuring, world = Mock(), SimpleNamespace(size=ranks)
     measuring.told.return_value = True, "measured"
-    monkeypatch.setattr(doctor, "measuring", measuring)
-    monkeypatch.setattr(doctor, "faulthandler", measuring)
-    monkeypatch.setattr(doctor, "in_job", lambda: job)
-    monkeypatch.setattr(doctor, "_world", lambda: world)
+    substitute(
+        doctor,
+        measuring=measuring,
+        faulthandler=measuring,
+        in_job=lambda: job,
+        _world=lambda: world,
+    )
     assert doctor._constants(measure=measure).status == (status if measure else "ok")
     calls = [call.cancel_dump_traceback_later(), call.keep(world), LIMIT]
     assert measuring.mock_calls[:-1] == calls * kept * measure
 
 
 def test_an_error_of_some_ranks_that_measure_is_not_explained_by_variables(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, substitute: Any
 ) -> None:
-    monkeypatch.setattr(doctor, "faulthandler", Mock())
-    monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(size=2))
+    substitute(doctor, faulthandler=Mock(), _world=lambda: SimpleNamespace(size=2))
     monkeypatch.setattr("sp_core.measuring.keep", Mock(side_effect=PeerFailed("rank 1 has left")))
     with pytest.raises(PeerFailed, match="rank 1 has left"):
         doctor._constants(measure=True)
@@ -340,16 +338,18 @@ def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
 @pytest.mark.parametrize("device", [None, "cuda"])
 @pytest.mark.parametrize(("here", "count"), [(0, 0), (1, 1), (0, 1)])
 def test_every_transport_is_tried_whose_device_a_rank_has(
-    device: str | None, here: int, count: int, monkeypatch: pytest.MonkeyPatch
+    device: str | None, here: int, count: int, substitute: Any
 ) -> None:
     """If only another rank has one, each rank takes part."""
     world = SimpleNamespace(allgather=lambda mine: [mine, count])
-    monkeypatch.setattr(doctor, "_world", lambda: world)
-    monkeypatch.setattr(doctor, "_try", lambda *given: given)
-    monkeypatch.setattr(doctor, "count_devices", {"cuda": 0}.__getitem__)
-    tried = [(world, kind, name) for kind, names in NAMES.items() for name in names]
-    if not count:
-        tried = [one for one in tried if one[1] == "cpu"]
+    substitute(
+        doctor,
+        _world=lambda: world,
+        _try=lambda *given: given,
+        count_devices={"cuda": 0}.__getitem__,
+    )
+    kinds = NAMES if count else ("cpu",)
+    tried = [(world, kind, name) for kind in kinds for name in NAMES[kind]]
     why = "not tried: no cuda device"
     missing = [Finding(f"transport {name}", "note", why) for name in NAMES["cuda"]]
     assert [*doctor._transports(device)] == tried + missing * (not count and not device)

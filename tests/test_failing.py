@@ -70,14 +70,12 @@ HOOKS = (sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")
 
 
 @pytest.fixture
-def usual(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
+def usual(substitute: Any) -> list[Mock]:
     """Replace Python's exception hooks, and the call that ends the program; return the hooks."""
-    for name, value in {"hooked": False, "_head": "", "_pid": 0, "_stop": Mock()}.items():
-        monkeypatch.setattr(failing, name, value)
+    substitute(failing, hooked=False, _head="", _pid=0, _stop=Mock(), end=Mock())
     before = [Mock() for _ in HOOKS]
     for (module, name), hook in zip(HOOKS, before, strict=True):
-        monkeypatch.setattr(module, name, hook)
-    monkeypatch.setattr(failing, "end", Mock())
+        substitute(module, **{name: hook})
     return before
 
 
@@ -86,13 +84,12 @@ def set_now() -> list[object]:
 
 
 def test_an_error_is_printed_though_torch_would_print_it_afterwards(
-    usual: list[Mock], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    usual: list[Mock], substitute: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """`init_process_group` sets a hook that collects what ours writes, and ours does not return."""
-    monkeypatch.setattr(failing, "end", END)
-    monkeypatch.setattr(failing, "GRACE_SECONDS", 0.0)
+    substitute(failing, end=END, GRACE_SECONDS=0.0)
     failing.watch_over(1, 3, Mock())
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    substitute(sys, stderr=io.StringIO())
     sys.excepthook(LookupError, LOST, None)
     assert capfd.readouterr().err == "rank 1 of 3: this error ends all ranks.\n"
     assert usual[0].call_count == 1
@@ -151,12 +148,12 @@ def test_an_error_ends_all_after_the_usual_hook_has_told_it_once(
     [(0, ("kind", LOST, "trace")), (1, (told(LOST),)), (2, (told(LOST, AT_EXIT),))],
 )
 def test_an_error_of_a_forked_process_ends_only_that_process(
-    place: int, given: tuple[Any, ...], usual: list[Mock], monkeypatch: pytest.MonkeyPatch
+    place: int, given: tuple[Any, ...], usual: list[Mock], substitute: Any
 ) -> None:
     failing.watch_over(1, 3, stop := Mock())
-    monkeypatch.setattr(failing, "end", END)
-    monkeypatch.setattr(failing, "os", Mock(**{"getpid.return_value": -1}))
-    monkeypatch.setattr(failing, "atexit", registry := Mock())
+    substitute(
+        failing, end=END, os=Mock(**{"getpid.return_value": -1}), atexit=(registry := Mock())
+    )
     hook: Any = set_now()[place]
     hook(*given)
     usual[place].assert_called_once_with(*given)
@@ -186,7 +183,7 @@ WHOLE = "rank 1 of 3: this error ends all ranks.\nthe traceback\n"
     ],
 )
 def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
-    error: BaseException, text: str, pauses: int, code: int, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, text: str, pauses: int, code: int, substitute: Any
 ) -> None:
     """Messages move for two seconds, or for four if other ranks print the error.
 
@@ -196,13 +193,18 @@ def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
     clock = Mock(monotonic=lambda: 0.5 * done.count("pause"))
     clock.sleep = lambda seconds: done.append("pause" if len(done) < 99 else pytest.fail("endless"))
     keep = Mock(side_effect=RuntimeError)
-    monkeypatch.setattr(failing, "time", clock)
-    monkeypatch.setattr(failing, "progress", Mock(**{"of_this_rank.return_value.keep": keep}))
-    monkeypatch.setattr(failing, "_head", "rank 1 of 3: ")
-    monkeypatch.setattr(failing, "_stop", done.append)
-    for name in ("stdout", "stderr"):
-        stream = Mock(write=done.append, flush=lambda name=name: done.append(f"flush {name}"))
-        monkeypatch.setattr(sys, name, stream)
+    substitute(
+        failing,
+        time=clock,
+        progress=Mock(**{"of_this_rank.return_value.keep": keep}),
+        _head="rank 1 of 3: ",
+        _stop=done.append,
+    )
+    substitute(
+        sys,
+        stdout=Mock(write=done.append, flush=lambda: done.append("flush stdout")),
+        stderr=Mock(write=done.append, flush=lambda: done.append("flush stderr")),
+    )
     failing.end(error, lambda: done.append("the traceback\n"))
     flushed = done.index("flush stderr")
     assert "".join(map(str, done[:flushed])) == text
@@ -220,15 +222,10 @@ def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
     ],
 )
 def test_an_exit_that_leaves_a_mesh_ends_all_at_the_end_of_the_program(
-    head: str,
-    error: BaseException,
-    ends: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    head: str, error: BaseException, ends: bool, substitute: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     registered = Mock()
-    monkeypatch.setattr(failing, "_head", head)
-    monkeypatch.setattr(failing, "atexit", Mock(register=registered))
+    substitute(failing, _head=head, atexit=Mock(register=registered))
     failing.left_by(error)
     assert registered.called == ends
     if ends:

@@ -36,7 +36,7 @@ SECONDS = 2e-3
 
 
 @pytest.fixture
-def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
+def dawdling(substitute: Any) -> None:
     """Delay ranks at random just before they write or read a block."""
     random = Random(os.getpid())  # processes get different delays
 
@@ -48,9 +48,9 @@ def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return dawdle
 
-    monkeypatch.setattr(Rooms, "enter", late(Rooms.enter))
-    for name in ("attend", "attend_backward"):
-        monkeypatch.setattr(problem, name, late(vars(problem)[name]))
+    substitute(Rooms, enter=late(Rooms.enter))
+    plain = vars(problem)
+    substitute(problem, **{name: late(plain[name]) for name in ("attend", "attend_backward")})
 
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])

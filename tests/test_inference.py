@@ -49,7 +49,7 @@ def stdin(given: bytes) -> io.TextIOWrapper:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def started(monkeypatch: pytest.MonkeyPatch, substitute: Any) -> dict[str, Any]:
     """Replace mpiexec; return a dict that gets its arguments, and the text of its last file."""
     found: dict[str, Any] = {}
 
@@ -59,8 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(ranks=ranks, words=words, text=text, **more)
         return 7
 
-    monkeypatch.setattr(launcher, "run", run)
-    monkeypatch.setattr(launcher, "streaming", lambda: ["--at-once"])
+    substitute(launcher, run=run, streaming=lambda: ["--at-once"])
     for name in JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return found
@@ -245,15 +244,14 @@ def test_a_command_runs_here_in_a_job_or_if_one_rank_is_enough(
     folder: Path,
     started: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
+    substitute: Any,
 ) -> None:
     """Its mesh has the axes along which there are several ranks. It needs no temporary folder."""
     made, called = Mock(return_value=nullcontext("mesh")), Mock()
     monkeypatch.setenv("HOME", "/home")
     if made_with:
         monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=NO_ROOM))
-    monkeypatch.setattr(inference, "Mesh", made)
-    for part in ("_generate", "_logits"):
-        monkeypatch.setattr(inference, part, getattr(called, part))
+    substitute(inference, Mesh=made, _generate=called._generate, _logits=called._logits)
     monkeypatch.setitem(sys.modules, "mpi4py", Mock(**{"MPI.COMM_WORLD": "world"}))
     if variable:
         monkeypatch.setenv(variable, "0")
@@ -305,7 +303,7 @@ def test_in_a_job_the_first_rank_says_what_is_wrong(
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_prompts_are_those_of_options_files_and_standard_input(
-    chat: bool, dtype: str, ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    chat: bool, dtype: str, ranks: int, folder: Path, substitute: Any
 ) -> None:
     """In a chat each prompt is put into the template, which already has the special tokens.
 
@@ -320,11 +318,10 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     (folder / "generation_config.json").write_text('{"stop_strings": "stop"}')
     for name in ("b", "c"):
         (folder / name).write_bytes(f"{name}{TEXT}".encode())
-    monkeypatch.setattr(sys, "stdin", stdin(f"c{TEXT}".encode() if ranks == 1 else b""))
+    substitute(sys, stdin=stdin(f"c{TEXT}".encode() if ranks == 1 else b""))
     offsets = count(3600, 3600)
     zone = Mock(side_effect=lambda _: SimpleNamespace(tm_gmtoff=next(offsets)))
-    monkeypatch.setattr(inference, "localtime", zone)
-    monkeypatch.setattr(inference, "time", count(1207.9, 60).__next__)
+    substitute(inference, localtime=zone, time=count(1207.9, 60).__next__)
     files = ["--prompt-file", str(folder / "b"), "--prompt-file", "-"]
     words = ["generate", "--model", str(folder), "--prompt", "a", *files, "--scheme", "ulysses"]
     words += ["--input", str(folder / "c")] * (ranks > 1) + ["--tp-sp"] * (ranks > 1)
@@ -368,11 +365,7 @@ def test_logits_that_are_not_finite_are_not_shown(
     [(0, 1, "aa\ufffd\n"), (0, 2, "[0] aa\ufffd\n[1] aa\ufffd\n"), (1, 1, ""), (1, 2, "")],
 )
 def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
-    rank: int,
-    number: int,
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    rank: int, number: int, text: str, substitute: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An incomplete character is shown only at the end of the text."""
     tokens, prompts = [*b"aa\xf0"], [[1]] * number
@@ -386,8 +379,7 @@ def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
         return [tokens] * number
 
     prepared = (byte_tokenizer(), prompts, ["stop"], "model")
-    monkeypatch.setattr(inference, "_prepare", lambda *_: prepared)
-    monkeypatch.setattr(inference, "generate", generate)
+    substitute(inference, _prepare=lambda *_: prepared, generate=generate)
     words = ["generate", "--model", "dir", "--stop", "end"]
     inference._generate(make_parser().parse_args(words), mesh)
     assert capsys.readouterr().out == text[2 * (number == 1) :]

@@ -27,12 +27,11 @@ ORDER = (
 
 
 @pytest.fixture
-def kit(monkeypatch: pytest.MonkeyPatch) -> Mock:
+def kit(substitute: Any) -> Mock:
     """Replace what changes this process by stand-ins, whose calls are written down in order."""
     found = Mock(ENDED=watch.ENDED, STARTED=watch.STARTED, RESULT=watch.RESULT)
-    for name in ("watch", "requests", "find_shared_gpu"):
-        monkeypatch.setattr(agreed, name, found if name == "watch" else getattr(found, name))
-    monkeypatch.setattr(failing, "hooked", False)
+    substitute(agreed, watch=found, requests=found.requests, find_shared_gpu=found.find_shared_gpu)
+    substitute(failing, hooked=False)
     return found
 
 

@@ -238,11 +238,10 @@ def test_the_words_of_the_command_reach_the_launch(
 
 @pytest.mark.parametrize("user", [0, 1000])
 def test_variables_that_are_set_stay_and_the_others_have_defaults(
-    user: int, monkeypatch: pytest.MonkeyPatch
+    user: int, substitute: Any
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: user)
     given = {"HOME": "/home", "OMP_NUM_THREADS": "7", "SP_RUN_DIR": "/other", "X": "y"}
-    monkeypatch.setattr(os, "environ", {**given})
+    substitute(os, geteuid=lambda: user, environ={**given})
     defaults = command_module.ENVIRONMENT | {SESSION_DIR_HERE: "/run"}
     as_root = {} if user else command_module.AS_ROOT
     passed = {"SP_RUN_DIR": "/run", "SP_RUN_HOST": watch_module.this_host()}

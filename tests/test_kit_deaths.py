@@ -297,16 +297,15 @@ def test_in_a_session_without_a_death_those_are_suspected_that_wait_for_nobody(
 
 @pytest.mark.parametrize("stopped", [[], [1], [1, 0]])
 def test_ranks_that_live_are_asked_for_stacks_and_stopped_ones_are_ended(
-    stopped: list[int], tmp_path: Path, watch: Deaths, monkeypatch: pytest.MonkeyPatch
+    stopped: list[int], tmp_path: Path, watch: Deaths, substitute: Callable[..., None]
 ) -> None:
     """Rank 2 has written its stacks already, and rank 3 has died."""
     watch._watched, watch.dead = {rank: 70 + rank for rank in range(RANKS)}, {3: "exit code 1"}
     file_of(tmp_path, 2, "hang").write_text("Timeout")
     did = Mock()
-    monkeypatch.setattr(deaths_module, "stat", lambda pid: ["T" if pid - 70 in stopped else "S"])
-    monkeypatch.setattr(os, "kill", did.kill)
     did.kill.side_effect = ProcessLookupError  # they have just ended
-    monkeypatch.setattr(deaths_module, "time", did)
+    substitute(os, kill=did.kill)
+    substitute(deaths_module, stat=lambda pid: ["T" if pid - 70 in stopped else "S"], time=did)
     watch.dump()
     half = deaths_module.DUMP_SECONDS / 2
     assert did.mock_calls == [
@@ -333,7 +332,7 @@ def test_ranks_that_live_are_asked_for_stacks_and_stopped_ones_are_ended(
     ],
 )
 def test_the_cause_of_a_death_is_what_the_kernel_knows(
-    known: str, status: int, cause: str, monkeypatch: pytest.MonkeyPatch
+    known: str, status: int, cause: str, substitute: Callable[..., None]
 ) -> None:
     late, slept = known == "after a while", Mock()
     told = Mock(return_value=status if known == "by the kernel" else None)
@@ -341,9 +340,12 @@ def test_the_cause_of_a_death_is_what_the_kernel_knows(
     if known in ("by its parent", "by the kernel"):
         fields = ["Z", "1", str(status)]
     told.side_effect = [*[None] * 4, status] if late else None
-    monkeypatch.setattr(deaths_module, "_status_of", told)
-    monkeypatch.setattr(deaths_module, "stat", lambda pid: fields if pid == 70 else ["S", "9"])
-    monkeypatch.setattr(deaths_module, "time", slept)
+    substitute(
+        deaths_module,
+        _status_of=told,
+        stat=lambda pid: fields if pid == 70 else ["S", "9"],
+        time=slept,
+    )
     found = deaths_module._cause(70, 5)
     assert found == cause if known != "never" else found.startswith(GONE)
     told.assert_called_with(5)

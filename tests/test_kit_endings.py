@@ -33,19 +33,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def launch(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Any:
+def launch(clock: Clock, tmp_path: Path, substitute: Any, request: pytest.FixtureRequest) -> Any:
     """Return a launch of three ranks, of which mpiexec is simulated and no process is there.
 
     The parameter is the command, by default "tool -n".
     """
     process = Mock(pid=os.getpid())
     process.poll.return_value = None
-    monkeypatch.setattr(subprocess, "Popen", Mock(return_value=process))
-    monkeypatch.setattr(command_module, "Deaths", Mock)
-    monkeypatch.setattr(command_module, "find_mpiexec", lambda: "mpiexec")
-    monkeypatch.setattr(command_module, "environment", lambda folder: {"folder": str(folder)})
+    substitute(subprocess, Popen=Mock(return_value=process))
+    substitute(
+        command_module,
+        Deaths=Mock,
+        find_mpiexec=lambda: "mpiexec",
+        environment=lambda folder: {"folder": str(folder)},
+    )
     command = getattr(request, "param", "tool -n").split()
     made = Launch(3, command, ["--map-by", "core"], tmp_path, 50.0, 7)
     made.deaths = Mock(ranks=3, dead={})

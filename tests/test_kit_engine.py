@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, call, patch
 
@@ -26,6 +25,7 @@ from sp_core.testing import (
     given,
     note,
     profiles,
+    run_threads,
     session,
     spmd,
     target,
@@ -124,13 +124,10 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
 
 
 @pytest.mark.parametrize("of_kit", [True, False])
-def test_what_is_said_in_a_test_reaches_hypothesis(
-    monkeypatch: pytest.MonkeyPatch, *, of_kit: bool
-) -> None:
+def test_what_is_said_in_a_test_reaches_hypothesis(substitute: Any, *, of_kit: bool) -> None:
     """What ranks say is handed over once, and of their targets the largest."""
     said = {name: Mock() for name in ("event", "target", "note")}
-    for name, told in said.items():
-        monkeypatch.setattr(hypothesis, name, told)
+    substitute(hypothesis, **said)
 
     def body(comm: Any) -> None:
         event("rank", str(comm.rank))
@@ -140,12 +137,14 @@ def test_what_is_said_in_a_test_reaches_hypothesis(
     if of_kit:
         given(nprocs=st.just(2), max_examples=1)(body)()
     else:
-        one = settings(max_examples=1, database=None)
-        one(hypothesis.given(st.just(SimpleNamespace(rank=1)))(body))()
+
+        def on_ranks(size: int) -> None:
+            run_threads(size, body)
+
+        settings(max_examples=1, database=None)(hypothesis.given(st.just(2))(on_ranks))()
     if leads() or not of_kit:
-        assert said["event"].call_args_list[-2 * of_kit :] == [
-            call("rank", str(rank)) for rank in range(1 - of_kit, 2)
-        ]
+        ranks = [call("rank", str(rank)) for rank in range(2)]
+        assert said["event"].call_args_list[-2:] == ranks
         said["target"].assert_called_with(7.0, label="n")
         assert said["note"].call_args_list == [call("said by all")] * said["target"].call_count
 
@@ -216,12 +215,9 @@ def test_a_message_left_by_a_raw_example_does_not_reach_the_next(
 
 
 @pytest.mark.mpi  # ranks that are threads get new communicators for each example
-def test_communicators_are_kept_for_later_examples_and_the_oldest_is_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_communicators_are_kept_for_later_examples_and_the_oldest_is_freed(substitute: Any) -> None:
     control: Any = session.current.control
-    monkeypatch.setattr(engine, "_pool", {})
-    monkeypatch.setattr(engine, "MAX_COMMUNICATORS", 2)
+    substitute(engine, _pool={}, MAX_COMMUNICATORS=2)
     asked = [Example(ranks, {}, raw) for ranks in ((0, 1), (1, 0), (1,)) for raw in (False, True)]
     made, found, due = list[Any](), list[Any](), list[Any]()
     for number, one in enumerate(asked, 1):

@@ -150,24 +150,30 @@ def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str)
     assert fault != "loop" or text.count("Timeout (0:00:02)!") == 3
 
 
-def test_ranks_that_collect_different_tests_are_refused() -> None:
-    code, text = launched(2, *PYTEST, "--with-mpi", "case_small.py", CASE_COLLECT="1")
-    assert code == 4, text
-    said = "the ranks collected different tests, or in another order:\n  not on all ranks, but on"
-    assert text.count(f"{said} rank 1: ") == 1, text
-
-
-def test_ranks_of_which_one_ends_its_session_early_all_end() -> None:
-    code, text = launched(2, *PYTEST, "--with-mpi", "case_small.py", timeout=20, CASE_ENDS="0")
-    assert code == 3, text
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        (
+            {"CASE_COLLECT": "1"},
+            4,
+            "the ranks collected different tests, or in another order:\n"
+            "  not on all ranks, but on rank 1: ",
+        ),
+        (
+            {"CASE_ENDS": "0"},
+            3,
+            "the ranks are at different points of the session:\n"
+            "  rank 0 is at the end of the session\n"
+            "  rank 1 is at tests/kit/case_small.py::test_ordinary setup\n",
+        ),
+    ],
+    ids=["other tests", "an early end"],
+)
+def test_ranks_whose_sessions_differ_all_end(how: dict[str, str], code: int, said: str) -> None:
+    ended, text = launched(2, *PYTEST, "--with-mpi", "case_small.py", timeout=20, **how)
+    assert ended == code, text
+    assert text.count(said) == 1, text
     assert "the launch was ended" not in text
-    head, zero, one = (
-        "the ranks are at different points of the session:",
-        "rank 0 is at",
-        "rank 1 is at",
-    )
-    test = "tests/kit/case_small.py::test_ordinary setup"
-    assert f"{head}\n  {zero} the end of the session\n  {one} {test}\n" in text
 
 
 def test_options_of_the_kit_have_a_heading_of_their_own(pytest_here: InProcess) -> None:

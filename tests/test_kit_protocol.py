@@ -2,8 +2,6 @@
 
 import itertools
 import re
-import subprocess
-import sys
 import unittest
 from collections import Counter
 from contextlib import nullcontext
@@ -350,13 +348,3 @@ def test_what_is_not_checked_is_told_once(
     text = "not checked between ranks: Isendrecv, because MPICH does not report"
     assert capsys.readouterr().err.count(text) == 1
     assert [note.startswith(text) for note in session.current.notes] == [True]
-
-
-def test_importing_the_kit_does_not_start_mpi() -> None:
-    """A program in whose environment the kit is installed must not start MPI for it."""
-    always, with_tests = ("", ".plugin", ".launch"), (".engine", ".checked", ".agreed")
-    lines = ["import sys"]
-    for modules, heavy in ((always, ("mpi4py", "hypothesis")), (with_tests, ("mpi4py.MPI",))):
-        lines += [f"import sp_core.testing{module}" for module in modules]
-        lines += [f"assert not {set(heavy)} & sys.modules.keys()"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -16,7 +16,7 @@ from hypothesis.database import InMemoryExampleDatabase
 
 from sp_core import transport
 from sp_core.errors import DeviceError
-from sp_core.testing import profiles, run_threads, session
+from sp_core.testing import profiles, session
 from sp_core.testing.session import Remarks, Session, Tally
 from sp_core.transport import cuda
 
@@ -263,14 +263,3 @@ def test_a_test_may_have_fixtures_besides_what_it_suppresses_itself(*, has_setti
     assert found.max_examples == expected.max_examples
     fixtures = HealthCheck.function_scoped_fixture
     assert {*found.suppress_health_check} == {*expected.suppress_health_check, fixtures}
-
-
-def test_what_ranks_say_in_a_test_of_hypothesis_reaches_it() -> None:
-    @given(st.integers(0, 9))
-    def test(n: int) -> None:
-        run_threads(2, lambda comm: session.note(f"said on rank {comm.rank}"))
-        raise LookupError(n)
-
-    with pytest.raises(LookupError) as caught:
-        test()
-    assert {"said on rank 0", "said on rank 1"} <= {*caught.value.__notes__}

@@ -316,16 +316,11 @@ def test_ranks_that_wait_only_for_others_to_end_learn_of_a_deadlock_last(
         assert said[rank].splitlines()[1:] == lines
 
 
-def test_a_wait_sleeps_longer_each_time_and_then_looks_for_a_deadlock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wait_sleeps_longer_each_time_and_then_looks_for_a_deadlock(substitute: Any) -> None:
     """The clock advances by a second with each call, and the sixth poll ends the wait."""
     did, polls = Mock(), Mock(side_effect=[None, 0, (), False, "", "ready"])
     did.perf_counter.side_effect = range(5, 99)
-    monkeypatch.setattr(carriers, "time", did)
-    limits = {"AFTER_SECONDS": 3, "LONGEST_PAUSE": 0.6, "PAUSE_SHARE": 0.25}
-    for name, value in limits.items():
-        monkeypatch.setattr(carriers, name, value)
+    substitute(carriers, time=did, AFTER_SECONDS=3, LONGEST_PAUSE=0.6, PAUSE_SHARE=0.25)
     assert carriers.patiently(polls, did.stuck) == "ready"
     assert [each for each in did.mock_calls if each != call.perf_counter()] == [
         *(call.sleep(0.25), call.sleep(0.5), call.sleep(0.6)),

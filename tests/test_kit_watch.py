@@ -33,7 +33,11 @@ from sp_core.launch.watch import GRACE_SECONDS, KIT, LIBRARY, PLACE_BYTES, RANKS
     ],
 )
 def test_the_innermost_time_limit_begins_anew_at_each_step(
-    phase: str | None, example: str | None, longest: float, monkeypatch: pytest.MonkeyPatch
+    phase: str | None,
+    example: str | None,
+    longest: float,
+    monkeypatch: pytest.MonkeyPatch,
+    substitute: Callable[..., None],
 ) -> None:
     """At a limit the stacks are written, and GRACE_SECONDS later an alarm ends the process."""
     for name, value in (("SP_WATCHDOG_PHASE_S", phase), ("SP_WATCHDOG_S", example)):
@@ -41,12 +45,11 @@ def test_the_innermost_time_limit_begins_anew_at_each_step(
             name, value
         )
     said, limits = Mock(), [longest, 7.0, 3.0, 3.0, 7.0, longest]
-    monkeypatch.setattr(watch, "_limits", [1.0])
-    monkeypatch.setattr(watch, "_watch", SimpleNamespace(hang=5))
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", said.dump)
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", said.cancel)
-    monkeypatch.setattr(signal, "setitimer", said.alarm)
-    monkeypatch.setattr(signal, "signal", said.signal)
+    substitute(watch, _limits=[1.0], _watch=SimpleNamespace(hang=5))
+    substitute(
+        faulthandler, dump_traceback_later=said.dump, cancel_dump_traceback_later=said.cancel
+    )
+    substitute(signal, setitimer=said.alarm, signal=said.signal)
     watch.limit_phases()
     with suppress(KeyError), watch.limit(7.0):
         with watch.limit(3.0):
@@ -259,14 +262,12 @@ def test_an_exit_aborts_all_ranks_of_a_program_that_has_failed(
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def said(monkeypatch: pytest.MonkeyPatch, substitute: Callable[..., None]) -> list[object]:
     """Let a test run programs; return what they note, and the codes with which they end ranks."""
     found: list[object] = []
-    for name in ("abort_at_exit", "note"):
-        monkeypatch.setattr(watch, name, found.append)
-    monkeypatch.setattr(sys, "argv", [])
+    substitute(watch, abort_at_exit=found.append, note=found.append)
+    substitute(sys, argv=[], path=[*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
     return found
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -19,11 +20,37 @@ import sp_core as sp
 from sp_core.nn.gradients import reduce_gradients
 from sp_core.testing import spmd
 
-HOLD: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
-    "a buffer": nn.Module.register_buffer,
-    "a plain tensor": setattr,
+
+class Negative(nn.Module):
+    """A parametrization of which a module stores the weight with the other sign."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the weight."""
+        return -x
+
+    right_inverse = forward
+
+
+def parametrized(part: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """Let a module compute its weight from another, which has the other sign; return that one."""
+    register_parametrization(part, name, Negative())
+    return weight
+
+
+def replaced_by(hold: Callable[..., None], part: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """Let a module hold a copy of its weight that is no parameter; return the copy."""
+    copy = weight.detach().clone().requires_grad_(weight.requires_grad)
+    delattr(part, name)
+    hold(part, name, copy)
+    return copy
+
+
+HOLD: dict[str, Callable[[nn.Module, str, Tensor], Tensor]] = {
+    "a buffer": partial(replaced_by, nn.Module.register_buffer),
+    "a plain tensor": partial(replaced_by, setattr),
+    "a parametrization": parametrized,
 }
-"""How to give a module a tensor in place of a parameter."""
+"""How to hold a weight other than as a parameter. Each returns the tensor that learns."""
 CHANGE: dict[str, Callable[[nn.Linear], AbstractContextManager[Any]]] = {
     "unchanged": nullcontext,
     "a hook": lambda part: part.register_forward_hook(lambda *_: None),
@@ -56,47 +83,15 @@ def test_a_weight_that_is_no_parameter_computes_and_learns_as_one(
         tensors = []
         for _, (name, weight) in held:
             owner, _, last = name.rpartition(".")
-            tensors.append(weight.detach().clone().requires_grad_(learns))
-            delattr(part := block.get_submodule(owner), last)
-            HOLD[how](part, last, tensors[-1])
+            part = block.get_submodule(owner)
+            tensors.append(HOLD[how](part, last, weight.requires_grad_(learns)))
         with CHANGE[change](block.attention.q_proj):
             after = block(x, sharding=sharding)
         assert torch.equal(after, before)
         if learns:
             found = torch.autograd.grad(after.square().sum(), tensors)
-            torch.testing.assert_close(found, wanted)
-
-
-class Negative(nn.Module):
-    """A parametrization of which a module stores the weight with the other sign."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the weight."""
-        return -x
-
-    right_inverse = forward
-
-
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@spmd(1, 2)
-def test_a_parametrized_weight_computes_and_learns_as_a_parameter(comm: Any, norm: str) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        block = sp.TransformerBlock(4, 2, comm=mesh["sp"], norm=norm, sinks=True)
-        x, sharding = (
-            normal(99, (2, 3, 4), "float32"),
-            sp.Sharding.contiguous(3 * comm.size, comm.size),
-        )
-        names, weights = zip(*block.named_parameters(), strict=True)
-        for n, weight in enumerate(weights):
-            weight.data = normal(n, weight.shape, "float32")
-        before = block(x, sharding=sharding)
-        wanted = torch.autograd.grad(before.square().sum(), weights)
-        for owner, _, last in (name.rpartition(".") for name in names):
-            register_parametrization(block.get_submodule(owner), last, Negative())
-        after = block(x, sharding=sharding)
-        assert torch.equal(after, before)
-        found = torch.autograd.grad(after.square().sum(), weights)
-        torch.testing.assert_close(found, tuple(-gradient for gradient in wanted))
+            sign = -1 if how == "a parametrization" else 1
+            torch.testing.assert_close(found, tuple(sign * x for x in wanted))
 
 
 class Checkpointed(nn.Module):

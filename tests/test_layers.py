@@ -313,19 +313,6 @@ def test_ranks_sum_gradients_of_several_dtypes_in_one_order(comm: Any) -> None:
     assert [grad.unique().tolist() for grad in grads] == [[comm.size**2]] * 4
 
 
-@spmd(2)
-def test_parts_of_a_layer_and_the_layer_of_the_parts_learn_as_the_layer(comm: Any) -> None:
-    kinds = (sp.ColumnParallelLinear, sp.RowParallelLinear)
-    with sp.Mesh(comm, tp=2) as mesh:
-        for kind, *learn in product(kinds, (False, True), (False, True)):
-            whole = nn.Linear(4, 4)
-            for x, learns in zip(whole.parameters(), learn, strict=True):
-                x.requires_grad_(learns)
-            part = kind.from_linear(whole, comm=mesh["tp"])
-            for made in (part, part.to_linear()):
-                assert [x.requires_grad for x in made.parameters()] == learn
-
-
 @spmd(1)
 def test_a_joined_layer_draws_no_random_numbers(comm: Any) -> None:
     with sp.Mesh(comm, tp=1) as mesh:

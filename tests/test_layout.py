@@ -228,6 +228,25 @@ from sp_core.testing import CheckedComm, given, plugin, run_threads, spmd
 assert run_threads(3, lambda comm: comm.allgather(comm.rank)) == [[0, 1, 2]] * 3
 assert 'torch' not in sys.modules
 """,
+    "installing the kit does not start MPI in other programs": """
+import sys, sp_core.testing, sp_core.testing.plugin, sp_core.testing.launch
+assert not {'mpi4py', 'hypothesis'} & sys.modules.keys()
+import sp_core.testing.engine, sp_core.testing.checked, sp_core.testing.agreed
+assert 'mpi4py.MPI' not in sys.modules
+""",
+    "no call imports the compiler by itself: it takes a second and tens of MB, of every rank": """
+import sys, torch, sp_core as sp
+from sp_core.testing import run_threads
+def body(comm):
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        x = torch.ones(1, 2, 8, requires_grad=True)
+        sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
+        block = sp.TransformerBlock(8, 2, comm=mesh['sp'])
+        block(x, sharding=sharding).sum().backward()
+        sp.plan('all_reduce', x.detach(), comm=mesh['sp']).run()
+run_threads(2, body)
+assert 'torch._dynamo' not in sys.modules
+""",
 }
 """Programs that each run in a new Python process, which has imported nothing yet."""
 

@@ -7,9 +7,10 @@ import json
 import pickle
 import tempfile
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -344,22 +345,19 @@ def test_what_is_not_supported_is_refused(what: str) -> None:
         LlamaConfig.from_dict({**CASE.config.to_dict(), **changes})
 
 
-FAULTS = OSError(28, "No space left"), ModuleNotFoundError("Not there")
-ERRORS = r"No space left\. Pass a folder", r"Not there\. Call pip install 'sp-core\[llama\]'"
+FAULTS = [
+    (OSError(28, "No space left"), r"No space left\. Pass a folder"),
+    (ModuleNotFoundError("Not there"), r"Not there\. Call pip install 'sp-core\[llama\]'"),
+]
 
 
-@pytest.fixture(params=[0, 1])
-def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=FAULTS)
+def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let a save fail after two files of weights; return the pattern of its error."""
-    files = iter(range(2))
-
-    def write(tensors: Any, path: Path, really: Any = checkpoint._write) -> None:
-        if next(files, None) is None:
-            raise FAULTS[request.param]
-        really(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "_write", write)
-    return ERRORS[request.param]
+    fault, text = request.param
+    ends = chain([DEFAULT] * 2, repeat(fault))
+    monkeypatch.setattr(checkpoint, "_write", Mock(wraps=checkpoint._write, side_effect=ends))
+    return text
 
 
 @spmd(3)
@@ -377,14 +375,9 @@ def test_a_save_that_fails_is_an_error_on_every_rank_and_leaves_nothing(
 
 
 @pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def killed(substitute: Any) -> None:
     """Let a save fail after it has written the weights, and clean nothing up, as if killed."""
-
-    def end(*_: Any) -> None:
-        raise OSError("killed")
-
-    monkeypatch.setattr(checkpoint, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
-    monkeypatch.setattr(checkpoint, "_json", end)
+    substitute(checkpoint, shutil=Mock(), _json=Mock(side_effect=OSError("killed")))
 
 
 @pytest.mark.usefixtures("killed")

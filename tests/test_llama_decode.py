@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from llama_cases import Case, Wrapped
+from oracle.dispatched import Calls
 from test_llama_checkpoint import shared
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, byte_tokenizer, create, generate, load, save
@@ -258,29 +258,17 @@ def test_another_autocast_on_one_rank_is_refused(comm: Any, both: bool) -> None:
             decoder.prefill([[1, 2]])
 
 
-class Values(TorchDispatchMode):
-    """A mode that counts the calls whose result the host needs: on a GPU it waits for them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.name().startswith(("aten::_local_scalar_dense", "aten::nonzero"))
-        return func(*args, **(kwargs or {}))
-
-
 @spmd(1, 2)
 def test_a_mask_is_searched_once_a_step(comm: Any) -> None:
-    """Not in each layer: a GPU would have to answer first."""
-    found = []
+    """Not in each layer: the host would wait for a GPU's answer."""
+    answers, found = ("aten::_local_scalar_dense", "aten::nonzero"), []
     with sp.Mesh(comm, ring=comm.size) as mesh:
         for layers in (1, 2, 5):
             decoder = Decoder(replace(DEEP, layers=layers).model(mesh), [20, 20])
             decoder.prefill([[1, 2, 3, 4, 5], [6, 7, 8]])
-            with Values() as values:
+            with Calls() as calls:
                 decoder.decode([[1], [2]])
-            found.append(values.count)
+            found.append(sum(name.startswith(answers) for name, *_ in calls.made))
     assert found == [found[0]] * 3
 
 

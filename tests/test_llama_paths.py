@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -316,24 +316,13 @@ def test_an_empty_folder_stays_when_a_model_is_saved_in_it(comm: Any, tmp_path: 
     assert contents(new / "model") == contents(target)
 
 
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the names of files and folders are added when they move."""
-    names, rename = list[str](), Path.rename
-
-    def move(path: Path, target: Path) -> Path:
-        names.append(path.name)
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", move)
-    return names
-
-
 @spmd(1)
-def test_the_configuration_moves_last(comm: Any, moved: list[str], tmp_path: Path) -> None:
+def test_the_configuration_moves_last(comm: Any, tmp_path: Path) -> None:
     """So `load` refuses a folder whose save was killed meanwhile."""
-    with mesh_of(comm, 0) as mesh:
+    noted = patch.object(Path, "rename", autospec=True, side_effect=Path.rename)
+    with mesh_of(comm, 0) as mesh, noted as rename:
         save(create(CASE.config, mesh), shared(comm, tmp_path), tokenizer=byte_tokenizer())
+    moved = [one.args[0].name for one in rename.mock_calls]
     assert {*moved[:-1]} >= {SINGLE, "tokenizer.json"}
     assert moved[-1] == "config.json"
 

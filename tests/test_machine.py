@@ -18,12 +18,11 @@ HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 
 
 @pytest.fixture
-def limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, str]], None]:
+def limit(tmp_path: Path, substitute: Any) -> Callable[[str, dict[str, str]], None]:
     """Return a function that sets the groups of this process, and the files that limit them."""
 
     def set_limits(groups: str, files: dict[str, str]) -> None:
-        monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
-        monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
+        substitute(machine, _CGROUPS=tmp_path, _CGROUP=tmp_path / "cgroup")
         (tmp_path / "cgroup").write_text(groups)
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +44,13 @@ def limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dic
 )
 @pytest.mark.parametrize("group", ["0::/", "0::/outside", "3:cpu,cpuacct:/a\n0::/"])
 def test_cores_respect_the_quota_of_a_container(
-    group: str, quota: str, cores: int, node: int, limit: Any, monkeypatch: pytest.MonkeyPatch
+    group: str,
+    quota: str,
+    cores: int,
+    node: int,
+    limit: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    substitute: Any,
 ) -> None:
     """This process may use 8 of the machine's 16 cores. Some systems cannot say so."""
     files = {"cpu.max": quota}
@@ -53,8 +58,7 @@ def test_cores_respect_the_quota_of_a_container(
         names = (f"cpu,cpuacct/a/cpu.cfs_{name}_us" for name in ("quota", "period"))
         files = dict(zip(names, quota.replace("max", "-1").split(), strict=False))
     limit(f"9:cpuset:/none\n{group}", files if quota else {})
-    monkeypatch.setattr(os, "sched_getaffinity", {0: range(8)}.__getitem__)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    substitute(os, sched_getaffinity={0: range(8)}.__getitem__, cpu_count=lambda: 16)
     assert (machine.cores(), machine.node_cores()) == (cores, node)
     monkeypatch.delattr(os, "sched_getaffinity")
     assert machine.cores() == node
@@ -110,9 +114,8 @@ def test_a_library_is_found_among_those_that_are_loaded(monkeypatch: pytest.Monk
     assert machine.loaded_library("libnone") is None
 
 
-def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "node_name", lambda: "host")
-    monkeypatch.setattr(machine, "_text", {machine._BOOT: "7-8"}.get)
+def test_the_number_of_a_node_is_that_of_its_host_and_boot(substitute: Any) -> None:
+    substitute(machine, node_name=lambda: "host", _text={machine._BOOT: "7-8"}.get)
     assert machine.node_number() == 193650345241001  # computed with b2sum
 
 

@@ -38,7 +38,7 @@ class Clock(threading.local):
         return result
 
 
-def take_times_of(truth: Tuning, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def take_times_of(truth: Tuning, clock: Clock, substitute: Any) -> list[str]:
     """Let all messages, plans and preparations take the time that `truth` says.
 
     Return a list to which each later preparation and release appends an entry.
@@ -69,12 +69,15 @@ def take_times_of(truth: Tuning, clock: Clock, monkeypatch: pytest.MonkeyPatch) 
         told.append("release")
         release(self)
 
-    monkeypatch.setattr(HostTransport, "post", timed_post)
-    monkeypatch.setattr(BoundProgram, "release", told_release)
+    substitute(HostTransport, post=timed_post)
+    substitute(BoundProgram, release=told_release)
     parts = {"bind": prepare, "BoundProgram": BoundProgram, "Ready": Ready}
-    monkeypatch.setattr(measuring, "execution", SimpleNamespace(**parts))
-    monkeypatch.setattr(measuring, "plan", plan)
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    substitute(
+        measuring,
+        execution=SimpleNamespace(**parts),
+        plan=plan,
+        time=SimpleNamespace(perf_counter=lambda: clock.now),
+    )
     return told
 
 
@@ -103,7 +106,7 @@ def curve(*seconds: float) -> Curve:
     ("nodes", "transport", "seconds"), [((0, 0), "window", 9e3), ((0, 0, 1), "host", 2.4e4)]
 )
 def test_the_constants_of_a_machine_that_follows_the_model_are_found(
-    nodes: tuple[int, ...], transport: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+    nodes: tuple[int, ...], transport: str, seconds: float, substitute: Any
 ) -> None:
     """The measurement takes between 93% and 100% of the seconds that were asked for."""
     links = {"node": curve(1.0, 2.0), "network": curve(4.0, 32.0)}
@@ -115,10 +118,10 @@ def test_the_constants_of_a_machine_that_follows_the_model_are_found(
             times = [slower * modelled(truth, op, name, nodes, size) for size in FEW]
             truth.times.setdefault(op, {})[name] = curve(*times)
     clock = Clock()
-    told = take_times_of(truth, clock, monkeypatch)
+    told = take_times_of(truth, clock, substitute)
     mesh = partial(sp.Mesh, nodes=nodes)
-    monkeypatch.setattr(
-        measuring, "Mesh", lambda *world, **given: mesh(*world, **given | {"transport": transport})
+    substitute(
+        measuring, Mesh=lambda *world, **given: mesh(*world, **given | {"transport": transport})
     )
 
     def body(comm: Any) -> tuple[Tuning, float]:
@@ -158,11 +161,10 @@ def test_nothing_is_measured_that_cannot_be_kept(
 
 @spmd(2)
 def test_a_disk_that_fills_meanwhile_is_an_error_on_every_rank(
-    comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, substitute: Any
 ) -> None:
     few = partial(measuring.measure, seconds=0.0, sizes=(64, 256))
-    monkeypatch.setattr(measuring, "measure", few)
-    monkeypatch.setattr(measuring, "save", Mock(side_effect=OSError("no room")))
+    substitute(measuring, measure=few, save=Mock(side_effect=OSError("no room")))
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path / "new"))
     with pytest.raises(FileError, match=r"\(no room\).*Set SP_TUNING_DIR"):
         measuring.keep(comm)
@@ -170,13 +172,12 @@ def test_a_disk_that_fills_meanwhile_is_an_error_on_every_rank(
 
 
 def test_the_first_rank_keeps_what_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, substitute: Any
 ) -> None:
     link = Curve(((64, 1e-6),))
     made = Tuning(fingerprint(), (0, 0), {"node": link}, link, link, start=3.0)
     saved = Mock(side_effect=save)
-    monkeypatch.setattr(measuring, "measure", lambda world: made)
-    monkeypatch.setattr(measuring, "save", saved)
+    substitute(measuring, measure=lambda world: made, save=saved)
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
     run_threads(2, measuring.keep)
     saved.assert_called_once()
@@ -185,11 +186,10 @@ def test_the_first_rank_keeps_what_is_measured(
 
 @pytest.mark.parametrize("size", [2, 3, 31, 32, 33, 128, 1024])
 def test_the_preparation_of_a_step_is_found_for_any_number_of_ranks(
-    size: int, monkeypatch: pytest.MonkeyPatch
+    size: int, substitute: Any
 ) -> None:
     """A call takes as long as on its slowest rank, which is not always this one."""
     clock, group = Clock(), Mock(rank=0, size=size, device="cpu", nodes=(0,) * size)
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def steps(name: str, moves: Any, rank: int) -> int:
         segment = segment_length(moves.elements, size, moves.itemsize)
@@ -203,19 +203,19 @@ def test_the_preparation_of_a_step_is_found_for_any_number_of_ranks(
     most: list[int] = []
     world: Any = Mock(allgather=lambda mine: [mine, *(most if isinstance(mine, int) else [])])
     parts = {"bind": bind, "BoundProgram": BoundProgram, "Ready": Ready}
-    monkeypatch.setattr(measuring, "execution", SimpleNamespace(**parts))
+    timer = SimpleNamespace(perf_counter=lambda: clock.now)
+    substitute(measuring, execution=SimpleNamespace(**parts), time=timer)
     assert measuring._binding(world, group) == (2.0, 3.0)
 
 
 @pytest.mark.parametrize(("size", "skipped"), [(16, 0), (17, 1), (1024, 3)])
 def test_no_vector_is_measured_that_has_too_few_elements_to_split(
-    size: int, skipped: int, monkeypatch: pytest.MonkeyPatch
+    size: int, skipped: int, substitute: Any
 ) -> None:
     """The smallest vector has 16 elements. Constants may have other sizes for each collective."""
     group: Any = SimpleNamespace(size=size, nodes=(0,) * size, window=None)
-    monkeypatch.setattr(measuring, "plan", Mock())
-    monkeypatch.setattr(
-        measuring, "interleaved", lambda _, runs, *given: {name: [1.0] for name in runs}
+    substitute(
+        measuring, plan=Mock(), interleaved=lambda _, runs, *given: {name: [1.0] for name in runs}
     )
     samples = measuring.collectives(Mock(), group, 0.0)
     for op, by_name in samples.items():

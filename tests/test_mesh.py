@@ -40,22 +40,17 @@ from sp_core.transport.distributed import DistributedTransport
     ],
 )
 def test_a_gpu_is_the_one_chosen_or_has_the_number_of_the_rank_on_its_node(
-    asked: str | None,
-    sees: str,
-    current: int,
-    local: str,
-    found: str,
-    monkeypatch: pytest.MonkeyPatch,
+    asked: str | None, sees: str, current: int, local: str, found: str, substitute: Any
 ) -> None:
     """Without a launcher's number on the node, the number in the communicator, here 4, counts."""
-    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": local, "SLURM_LOCALID": local})
-    answers = {"device_count": 3, "current_device_index": current}
+    substitute(os, environ={"LOCAL_RANK": local, "SLURM_LOCALID": local})
     accelerator = torch.device(sees) if sees else None
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: accelerator
+    substitute(
+        torch.accelerator,
+        current_accelerator=lambda check_available: accelerator,
+        device_count=lambda: 3,
+        current_device_index=lambda: current,
     )
-    for name, value in answers.items():
-        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
     if found.startswith(("cuda", "cpu")):
         assert str(named_device(asked, 4)) == found
         return

@@ -74,14 +74,18 @@ def test_a_command_runs_on_the_first_host_and_nothing_stays(delay: str) -> None:
     ],
 )
 def test_root_without_the_programs_is_red(
-    there: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    there: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    substitute: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The program fails; it does not fall back to the model of a link."""
     monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr(program, "installed", lambda: "mpich")
     monkeypatch.setattr("benchmarks.contests.netlab.table.os.geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: name if name in there else None)
-    monkeypatch.setattr(program, "Path", lambda _: Mock(exists=Mock(return_value=False)))
+    none = Mock(exists=Mock(return_value=False))
+    substitute(program, installed=lambda: "mpich", Path=lambda _: none)
     assert netlab([]) == 2
     assert f"{told}or pass --link-model." in capsys.readouterr().err
 

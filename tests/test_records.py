@@ -218,7 +218,11 @@ def test_a_busy_machine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_gpu_is_known_by_its_uuid(
-    seen: list[str], share: bool, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+    seen: list[str],
+    share: bool,
+    numbers: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    substitute: Any,
 ) -> None:
     """Each rank of a node takes its own GPU, unless ranks share. The kit does the same."""
     gpus = [names.split() for names in seen]
@@ -231,9 +235,12 @@ def test_a_gpu_is_known_by_its_uuid(
         return SimpleNamespace(uuid=gpus[local.rank][device.index])
 
     monkeypatch.setattr(transport, "count_devices", lambda kind: len(gpus[local.rank]))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus[local.rank]))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    substitute(
+        torch.cuda,
+        device_count=lambda: len(gpus[local.rank]),
+        get_device_properties=properties,
+        set_device=lambda device: None,
+    )
     for rank in range(2):
         local.rank = world.rank = rank
         with fine if numbers else pytest.raises(SystemExit, match="Pass --share-gpu"):
@@ -279,15 +286,24 @@ def test_a_node_is_oversubscribed_by_the_threads_of_its_ranks_on_the_cores_of_al
     ],
 )
 def test_a_record_counts_gpus_by_their_uuids_and_has_readings_of_the_one_that_is_used(
-    said: str, readings: list[Any], gpus: str, count: int, tmp_path: Path, monkeypatch: Any
+    said: str,
+    readings: list[Any],
+    gpus: str,
+    count: int,
+    tmp_path: Path,
+    monkeypatch: Any,
+    substitute: Any,
 ) -> None:
     """Every node has a GPU 0. A process may see some only, in another order than nvidia-smi."""
     script = tmp_path / "nvidia-smi"
     script.write_text(f'#!/bin/sh\ncase "$*" in *"-i GPU-b") echo "{said}";; esac\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="b"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    substitute(
+        torch.cuda,
+        get_device_properties=lambda _: SimpleNamespace(uuid="b"),
+        get_device_name=lambda device: "a GPU",
+    )
     world = MagicMock(size=2, rank=0, **{"allgather.return_value": list(gpus)})
     found = machine.facts(world, torch.device("cuda", 0), "ipc")
     world.allgather.assert_called_once_with("b")

@@ -50,11 +50,12 @@ MEBIBYTE = 1 << 20
     ],
 )
 def test_the_transport_of_messages_is_the_one_that_is_named(
-    kind: str, asked: str, made: type, name: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, asked: str, made: type, name: str, substitute: Any
 ) -> None:
-    monkeypatch.setattr(cuda, "CudaStreams", lambda device: DelayedStreams())
-    monkeypatch.setattr(distributed, "make_group", MagicMock())
-    monkeypatch.setattr(distributed, "DistributedTransport", lambda comm, group, used, *_: used)
+    substitute(cuda, CudaStreams=lambda device: DelayedStreams())
+    substitute(
+        distributed, make_group=MagicMock(), DistributedTransport=lambda comm, group, used, *_: used
+    )
     device = torch.device(kind)
     for found in run_threads(2, lambda comm: transport.make_transport(asked, comm, device)):
         assert (type(found), found.name) == (made, name)
@@ -330,14 +331,11 @@ def test_messages_are_announced_and_posted_in_parts_that_mpi_can_count() -> None
     assert posted == [[([0, 1, 2], 1, TAG), ([3, 4], 1, TAG)], [([0, 0], 0, TAG)]]
 
 
-def test_a_wait_spins_for_20_us_yields_up_to_200_us_and_then_sleeps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wait_spins_for_20_us_yields_up_to_200_us_and_then_sleeps(substitute: Any) -> None:
     times = iter([Fraction(5) + Fraction(moment) for moment in (0, 2e-5, 2.1e-5, 2e-4, 2.1e-4)])
     did: list[object] = []
     clock = SimpleNamespace(perf_counter=times.__next__, sleep=did.append)
-    monkeypatch.setattr(base, "time", clock)
-    monkeypatch.setattr(base, "os", SimpleNamespace(sched_yield=lambda: did.append("yields")))
+    substitute(base, time=clock, os=SimpleNamespace(sched_yield=lambda: did.append("yields")))
     handle, poll = Mock(**{"test.side_effect": [False] * 5 + [True]}), Mock()
     wait(handle, poll)
     assert did == ["yields", "yields", 5e-5]

@@ -85,6 +85,8 @@ class Case:
 
     def judge(self, layer: sp.ColumnParallelLinear | sp.RowParallelLinear, out: Tensor) -> None:
         """Compare result, gradients and `to_linear` with the ordinary layer in float64."""
+        made, given = layer.parameters(), self.linear.parameters()
+        assert [p.requires_grad for p in made] == [p.requires_grad for p in given]
         x = self.whole.double().requires_grad_()
         weight, bias = (
             (None if t is None else t.detach().double().requires_grad_())
@@ -120,6 +122,7 @@ class Case:
         assert found.keys() == dict(self.linear.named_parameters()).keys()
         for name, parameter in self.linear.named_parameters():
             self.same(found[name], parameter, parameter)
+            assert found[name].requires_grad == parameter.requires_grad
 
     def same(self, found: Tensor, wanted: Tensor, like: Tensor) -> None:
         """Compare bit for bit, in the dtype of `like`."""
@@ -184,6 +187,8 @@ SUBJECTS = [
         partial(on_ranks, name),
         together=(
             {"(tokens)": "all on every rank"},
+            {"linear.frozen": "weight"},
+            {"linear.frozen": "bias"},
             {
                 "(tokens)": "all on every rank",
                 "(autocast)": "on",

@@ -1,4 +1,4 @@
-"""A suite of one test, which fails with the seed in CASE_SEED; test_soak.py runs it."""
+"""A suite of one test, which fails with the seed in CASE_SEED; test_studies.py runs it."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""List wrong calls of layers and of their parts, with the error expected of each."""
+"""List wrong calls of layers, their parts and their costs, with the error expected of each."""
 
 import math
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 from refusals.pure import HERE, ONES, TWO, Row
 
 import sp_core as sp
+from sp_core import cost
 from sp_core.nn import gradients, loss
 
 ROPE = sp.Rope(4)
@@ -199,5 +200,21 @@ ROWS: list[Row] = [
         (error, text, partial(dropout, training=training, **wrong))
         for training in (True, False)
         for error, text, wrong in OF_DROPOUT
+    ),
+    *(
+        (sp.ShapeError, f"rank {rank}", call)
+        for problem in (
+            cost.Attention(TWO, TWO, sp.Mask(), 2, 6, 3, 5, 2, shared=shared)
+            for shared in (False, True)
+        )
+        for rank in (-1, 2)
+        for call in (
+            *(
+                partial(each, problem, rank)
+                for each in (cost.allgather_kv, cost.ring, cost.ulysses)
+            ),
+            *(partial(cost.hybrid, problem, *at, [[0], [1]]) for at in ((rank, 0), (0, rank))),
+            partial(cost.tp_sp, TWO, rank, 2, 5, 2),
+        )
     ),
 ]

@@ -49,10 +49,10 @@ def merge_with_itself(out: torch.Tensor, lse: torch.Tensor) -> object:
     return sp.merge(out, lse, out, lse)
 
 
-def merged(place: int) -> object:
-    """Call `merge` with a list in place of one of its four tensors."""
+def merged(change: Callable[[torch.Tensor], Any], place: int) -> object:
+    """Call `merge` after a change of one of its four tensors."""
     given: list[Any] = [ONES, ONES[..., 0], ONES, ONES[..., 0]]
-    given[place] = given[place].tolist()
+    given[place] = change(given[place])
     return sp.merge(*given)
 
 
@@ -84,7 +84,14 @@ MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
 """Functions that take a model, and further arguments, to be called without a model."""
 ROWS: list[Row] = [
     (TypeError, "chunk='2'", partial(balanced_by, "2")),
-    *((sp.DtypeError, "must be a tensor, list", partial(merged, place)) for place in range(4)),
+    *(
+        row
+        for place in range(4)
+        for row in (
+            (sp.DtypeError, "must be a tensor, list", partial(merged, torch.Tensor.tolist, place)),
+            (sp.ShapeError, r"\(1, 1,.*one shape", partial(merged, lambda x: x[:, :1], place)),
+        )
+    ),
     (TypeError, "comm=3 was given", partial(cast("Any", sp.Mesh), 3, sp=1)),
     *(
         (TypeError, "an intracommunicator .* neither null nor freed", partial(sp.Mesh, one, sp=1))
