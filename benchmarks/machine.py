@@ -1,7 +1,5 @@
 """Describe the machine, its devices and its MPI, so that records can be compared."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -41,7 +39,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
+def device(kind: str, world: Intracomm, *, share_gpu: bool) -> "torch.device":
     """Return the CPU, or the GPU whose number is this rank's index among the ranks of its node.
 
     Raises:
@@ -68,7 +66,7 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
     return chosen
 
 
-def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
+def facts(world: Intracomm, device: "torch.device", mode: str) -> dict[str, Any]:
     """Return the parts "device", "transport" and "env" of a record.
 
     Args:
@@ -143,7 +141,7 @@ def fingerprint(env: dict[str, Any], device: dict[str, Any], transport: dict[str
     return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _gpu_readings(device: torch.device) -> dict[str, Any]:
+def _gpu_readings(device: "torch.device") -> dict[str, Any]:
     """Return nvidia-smi's readings of a GPU; an empty dict if it does not answer."""
     from sp_core.transport.cuda import uuid_of
 

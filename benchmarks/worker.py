@@ -5,8 +5,6 @@ is measured. Rank 0 writes `record.json`. An exception on any rank ends all of t
 calls `MPI_Abort`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import pkgutil

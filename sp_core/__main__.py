@@ -3,8 +3,6 @@
 `python -m sp_core ...` does the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import io
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
-def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, comm: "Intracomm | None" = None) -> int:
     """Run a command of `sp-core` and return its exit code.
 
     Args:

@@ -14,8 +14,6 @@ the records, and then, if calls differ or arguments are refused, the full texts.
 other than CALLS starts to gather at once, since its digest differs from those of CALLS.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,7 +79,7 @@ class State(IntEnum):
 
 
 def agree(
-    comm: Intracomm | Control,
+    comm: "Intracomm | Control",
     call: str,
     value: int = 0,
     error: Exception | None = None,
@@ -156,7 +154,7 @@ class Control:
         lost: makes again the error by which this rank learned that others leave; None before.
     """
 
-    def __init__(self, comm: Intracomm, other: Control | None = None) -> None:
+    def __init__(self, comm: Intracomm, other: "Control | None" = None) -> None:
         self.comm, self.last = comm, list[Question]()
         self.open: list[Question] = other.open if other else []
         self.behind: list[Question] = other.behind if other else []
@@ -167,7 +165,7 @@ class Control:
         if self.lost:
             raise errors.of_all(self.lost(), self.comm.rank)
 
-    def leave(self, why: str, state: State) -> list[Question]:
+    def leave(self, why: str, state: State) -> "list[Question]":
         """Start the last agreement of this rank, unless it was started before. Return `last`.
 
         `why` and `state` are the rank's `call` and `state` in it, as in `Question`.
@@ -176,7 +174,7 @@ class Control:
         self.last = self.last or [Question(self, why, state=state)]
         return self.last
 
-    def hear(self, rank: int, where: str) -> list[Question]:
+    def hear(self, rank: int, where: str) -> "list[Question]":
         """Let `ensure_whole` say that `rank` has left; return this rank's last agreement."""
         last = self.leave(where, State.REFUSES)
         self.lost = partial(PeerFailed, f"{where} cannot end: {errors.LEFT.format(rank)}")

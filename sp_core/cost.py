@@ -28,8 +28,6 @@ Letters: B batch, S sequence, H heads, K key/value heads, D head dim, E model di
 along a hybrid's ulysses axis and R along its ring axis, e bytes per element.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -50,7 +48,7 @@ class Traffic:
     messages: int = 0
     bytes_sent: int = 0
 
-    def __add__(self, other: Traffic) -> Traffic:
+    def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.messages + other.messages, self.bytes_sent + other.bytes_sent)
 
 

@@ -1,7 +1,5 @@
 """Count the calls, messages and bytes of this rank in each operation of a communicator."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ class Count:
         self.scratch = max(self.scratch, scratch)
 
     @contextmanager
-    def timed(self) -> Iterator[Count]:
+    def timed(self) -> "Iterator[Count]":
         """Add the seconds that a `with` block takes. The block gets this object."""
         begun = time.perf_counter()
         try:
@@ -46,7 +44,7 @@ class Count:
         finally:
             self.seconds += time.perf_counter() - begun
 
-    def __add__(self, other: Count) -> Count:
+    def __add__(self, other: "Count") -> "Count":
         return Count(
             self.calls + other.calls,
             self.messages + other.messages,

@@ -5,8 +5,6 @@ other ranks, which wait for that rank in a collective. torchrun does not notice 
 failed, and it reports the first rank that exits as the cause, which may be another rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import io
 import os
@@ -63,7 +61,7 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
         tell = partial(of_threads, told)
         end(told.exc_value, tell) if isinstance(told.exc_value, Exception) else tell()
 
-    def unraisable(told: sys.UnraisableHookArgs) -> None:
+    def unraisable(told: "sys.UnraisableHookArgs") -> None:
         ignored(told)
         if told.exc_value is not None and "atexit callback" in (told.err_msg or ""):
             end(told.exc_value, lambda: None)

@@ -1,7 +1,5 @@
 """Define `Mesh`: named axes over ranks of an MPI communicator or a torch.distributed group."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -99,7 +97,7 @@ class Mesh(NotCopied):
 
     def __init__(
         self,
-        comm: Intracomm | ProcessGroup | DeviceMesh | None,
+        comm: "Intracomm | ProcessGroup | DeviceMesh | None",
         *,
         device: torch.device | str | int | None = None,
         transport: str | HostWrapper = "auto",
@@ -161,7 +159,7 @@ class Mesh(NotCopied):
             self._made[names] = self._later(names)
         return self._made[names]
 
-    def to_device_mesh(self) -> DeviceMesh:
+    def to_device_mesh(self) -> "DeviceMesh":
         """Return torch's DeviceMesh with the same axes, such as for `fully_shard`.
 
         Every rank of the default process group calls this, because torch makes a process group for

@@ -8,8 +8,6 @@ A rank may have several threads: autograd runs a backward in one thread for each
 lets only one of them at a time test operations that others can reach.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import threading
@@ -34,7 +32,7 @@ class Progress:
             `settle_at_exit`, so for one rank and for the testing kit.
     """
 
-    held: ClassVar[set[Progress] | None] = None
+    held: ClassVar["set[Progress] | None"] = None
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -4,14 +4,12 @@ A sharding maps every rank to the global positions of its tokens, in the order i
 holds them. Masks, rotary angles, labels and document boundaries derive from these positions.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,9 +17,8 @@ from torch import Tensor
 from sp_core.arguments import check, check_type, length_along, plain
 from sp_core.errors import ShapeError
 from sp_core.hashing import HashedOnce
-from sp_core.mask.blocks import count_visible
+from sp_core.mask.blocks import count_visible, runs
 from sp_core.mask.definition import FAR64, Mask
-from sp_core.mask.runs import runs
 from sp_core.segments import (
     Segment,
     concatenated,
@@ -56,7 +53,7 @@ class Sharding(HashedOnce):
             raise ShapeError("a sharding needs at least 1 rank; 0 were given. Pass size >= 1.")
 
     @classmethod
-    def contiguous(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
+    def contiguous(cls, seq_len: int, size: int, start: int = 0) -> Self:
         """Give each rank one consecutive range. The ranges are as even as possible.
 
         Args:
@@ -72,7 +69,7 @@ class Sharding(HashedOnce):
         return cls(tuple((tokens[p.start : p.stop],) for p in split_ranges(len(tokens), size)))
 
     @classmethod
-    def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
+    def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Self:
         """Give rank r chunk `r` and then chunk `2*size-1-r` of `2*size` chunks.
 
         All ranks then have nearly equal work in causal attention.
@@ -87,7 +84,7 @@ class Sharding(HashedOnce):
         return cls(tuple((chunks[rank], chunks[2 * size - 1 - rank]) for rank in range(size)))
 
     @classmethod
-    def striped(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
+    def striped(cls, seq_len: int, size: int, start: int = 0) -> Self:
         """Give rank r the tokens with the indices r, `r + size`, `r + 2*size` and so on.
 
         In every step of causal ring attention the ranks then have nearly equal work.
@@ -102,7 +99,7 @@ class Sharding(HashedOnce):
     @classmethod
     def balanced(
         cls, seq_len: int, size: int, mask: Mask, *, chunk: int | None = None, start: int = 0
-    ) -> Sharding:
+    ) -> Self:
         """Deal chunks of tokens to ranks, equally many to each, so that work is nearly equal.
 
         The work is the number of visible (query, key) pairs. The work of two ranks differs by at
@@ -139,7 +136,7 @@ class Sharding(HashedOnce):
         return cls(tuple(map(tuple, owned)))
 
     @classmethod
-    def from_positions(cls, positions: Sequence[Sequence[int]]) -> Sharding:
+    def from_positions(cls, positions: Sequence[Sequence[int]]) -> Self:
         """Give each rank the global positions of its list. Each token is on exactly one rank.
 
         Args:
@@ -291,7 +288,7 @@ class Sharding(HashedOnce):
         index = self._restore_index
         return gathered if index is None else gathered.index_select(dim, index.to(gathered.device))
 
-    def group(self, groups: Sequence[Sequence[int]]) -> Sharding:
+    def group(self, groups: Sequence[Sequence[int]]) -> "Sharding":
         """Return the sharding whose rank i holds the i-th group's tokens, one rank after the other.
 
         Args:

@@ -1,7 +1,5 @@
 """Test what a rank writes about itself: its stacks, its time limits, its last place."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import py_compile

@@ -159,7 +159,7 @@ def test_imports_go_one_way() -> None:
         ("sp_core/transport/host.py", "def f():\n    import sp_core.communicator", [turned_arrows]),
         ("sp_core/collectives/api.py", "from sp_core import nn", [turned_arrows]),
         ("sp_core/schemes/ring.py", "from sp_core import Mesh", [turned_arrows]),
-        ("sp_core/mask/runs.py", "from ..collectives import maps", [turned_arrows]),
+        ("sp_core/mask/blocks.py", "from ..collectives import maps", [turned_arrows]),
         ("sp_core/nn/layers.py", "from sp_core.testing import given", [turned_arrows]),
         ("sp_core/inference.py", "from sp_core.testing import run_threads", [turned_arrows]),
         ("sp_core/launch/watch.py", "from sp_core.sharding import Sharding", [turned_arrows]),

@@ -19,7 +19,7 @@ from oracle.strategies import DRAWN
 from torch import Tensor
 
 from sp_core.mask import Block, Mask, blocks as plans, plan_blocks
-from sp_core.mask.runs import runs
+from sp_core.mask.blocks import runs
 from sp_core.sharding import Sharding
 
 SCRAMBLED = [17 * n % 41 for n in range(41)]

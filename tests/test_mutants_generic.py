@@ -15,7 +15,7 @@ from mutants.tally import Result, Score
 from mutants.trial import Outcome
 from studies.commands import ROOT
 
-FILE = "sp_core/mask/runs.py"
+FILE = "sp_core/mask/blocks.py"
 
 
 @pytest.fixture(scope="module")

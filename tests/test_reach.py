@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 from oracle.strategies import SHARDINGS, masks
 
 from sp_core import Mask, Sharding
+from sp_core.mask.blocks import cut
 from sp_core.mask.definition import FAR64
-from sp_core.mask.runs import cut
 from sp_core.schemes.reach import (
     _longest_step,
     _Owners,

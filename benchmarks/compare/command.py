@@ -9,8 +9,6 @@ Each side is a worktree of its commit. Only the library comes from it; harness a
 of the present tree for both.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools
@@ -72,6 +70,54 @@ OPTIONS: Options = {
     "head": about(metavar="HEAD", nargs="?", default="HEAD", help="default: HEAD"),
     "--strict": about(action="store_true", help="exit code 4 where a case is inconclusive"),
 }
+
+
+class Bench:
+    """Starts launches as `nox -s bench` does, but lists each side's cases only once.
+
+    Args:
+        options: those of `MEASURING`.
+        run_id: the run id of the records.
+
+    Raises:
+        UsageError: the launcher or the timeout cannot be used.
+    """
+
+    def __init__(self, options: argparse.Namespace, run_id: str) -> None:
+        device = {"device": options.device, "share_gpu": options.share_gpu}
+        self.setting = Setting(run_id=run_id, quick=not options.full, **device)
+        self.how = Launch(options.launcher, options.timeout, (KEEP_MEMORY,))
+        self.plans: dict[str, Plan] = {}
+        self.launches = itertools.count()
+
+    def listed(self, side: Side, ranks: Sequence[int]) -> set[Key]:
+        """Return the cases that a side has.
+
+        Raises:
+            UsageError: its library cannot be imported, or lacks what all cases need.
+        """
+        plan = self.plans[side.name] = listing(self.setting, ranks, side.root)
+        return {(case.id, size) for size, cases in plan.items() for case in cases}
+
+    def launch(
+        self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path
+    ) -> None:
+        """Measure some cases once. Each then has a record in `out`, however the launch ends."""
+        setting = msgspec.structs.replace(
+            self.setting,
+            out=str(out),
+            pair=pair,
+            only=tuple(cases),
+            launch=next(self.launches),
+            commit=commit(side.root),
+        )
+        planned = [
+            case for case in self.plans[side.name][ranks] if any(text in case.id for text in cases)
+        ]
+        if printed := run_launch(ranks, planned, setting, self.how, side.root):
+            about = f"{side.name}, P={ranks}, {pair['stage']} pair {pair['index']}"
+            with out.with_suffix(".log").open("a") as log:
+                log.write(f"{about}\n{printed}\n\n")
 
 
 @program("compare", __doc__, OPTIONS, KEPT, crashed=3)
@@ -208,54 +254,6 @@ def pins(root: Path) -> set[str]:
 
 def _listed(lines: set[str]) -> str:
     return ", ".join(sorted(lines)) or "nothing else"
-
-
-class Bench:
-    """Starts launches as `nox -s bench` does, but lists each side's cases only once.
-
-    Args:
-        options: those of `MEASURING`.
-        run_id: the run id of the records.
-
-    Raises:
-        UsageError: the launcher or the timeout cannot be used.
-    """
-
-    def __init__(self, options: argparse.Namespace, run_id: str) -> None:
-        device = {"device": options.device, "share_gpu": options.share_gpu}
-        self.setting = Setting(run_id=run_id, quick=not options.full, **device)
-        self.how = Launch(options.launcher, options.timeout, (KEEP_MEMORY,))
-        self.plans: dict[str, Plan] = {}
-        self.launches = itertools.count()
-
-    def listed(self, side: Side, ranks: Sequence[int]) -> set[Key]:
-        """Return the cases that a side has.
-
-        Raises:
-            UsageError: its library cannot be imported, or lacks what all cases need.
-        """
-        plan = self.plans[side.name] = listing(self.setting, ranks, side.root)
-        return {(case.id, size) for size, cases in plan.items() for case in cases}
-
-    def launch(
-        self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path
-    ) -> None:
-        """Measure some cases once. Each then has a record in `out`, however the launch ends."""
-        setting = msgspec.structs.replace(
-            self.setting,
-            out=str(out),
-            pair=pair,
-            only=tuple(cases),
-            launch=next(self.launches),
-            commit=commit(side.root),
-        )
-        planned = [
-            case for case in self.plans[side.name][ranks] if any(text in case.id for text in cases)
-        ]
-        if printed := run_launch(ranks, planned, setting, self.how, side.root):
-            about = f"{side.name}, P={ranks}, {pair['stage']} pair {pair['index']}"
-            with out.with_suffix(".log").open("a") as log:
-                log.write(f"{about}\n{printed}\n\n")
 
 
 def measure(

@@ -28,8 +28,8 @@ from benchmarks.compare.rule import (
     Side,
     Verdict,
 )
+from benchmarks.contests.contest import at_least
 from benchmarks.launching import Options, UsageError, about, program
-from benchmarks.options import at_least
 
 PLANTED_CASE = "schemes/ring/zigzag/causal/forward"
 PLANTED_IN = Path("sp_core") / "schemes" / "ring.py"

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.contests.contest import Contest, Entry, Part, Wrong, unmet
+from benchmarks.contests.contest import Contest, Entry, Part, Wrong, at_least, unmet
 from benchmarks.corpus import source_files
 from benchmarks.launching import Record, about, numbers_of_ranks
 from benchmarks.machine import facts
-from benchmarks.options import at_least
 from benchmarks.reporting.tables import make
 from benchmarks.sample import makespans, race, turn
 from benchmarks.statistics import Interval, Requirement, exact_interval, ratio

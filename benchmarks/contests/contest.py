@@ -1,7 +1,8 @@
-"""Run contests: launches are data, and options, files, resuming and tables are the same for all."""
+"""Run contests: launches are data; types of options, files, resuming and tables are shared."""
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -39,6 +40,30 @@ MPIS = {"HYDRA": "mpich", "PRRTE": "openmpi", "Open MPI": "openmpi"}
 
 class Wrong(str):  # noqa: SLOT000  # few, and none is kept
     """A complaint about a result, which makes the exit code 1."""
+
+
+def at_least(least: float, kind: type[int | float] = int) -> Callable[[str], float]:
+    """Return a type of an option: a finite number that is not less than `least`."""
+
+    def parsed(text: str) -> float:
+        if not least <= (value := kind(text)) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not {least:g} or more.")
+        return value
+
+    parsed.__name__ = kind.__name__  # argparse names it where the text is no number
+    return parsed
+
+
+def some_of(*choices: str) -> Callable[[str], list[str]]:
+    """Return a type of an option: one or more of these words, with commas between them."""
+
+    def parsed(text: str) -> list[str]:
+        for word in (words := text.split(",")):
+            if word not in choices:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(choices)}.")
+        return words
+
+    return parsed
 
 
 Part = tables.Table | str

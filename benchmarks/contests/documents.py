@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements, unmet
+from benchmarks.contests.contest import Contest, Entry, Part, Wrong, at_least, requirements, unmet
 from benchmarks.contests.growth import documents
 from benchmarks.contests.peers.contestants import alone, draw, errors, part, verdict
 from benchmarks.contests.peers.table import HEADS
 from benchmarks.launching import KEEP_MEMORY, Launch, Record, about, numbers_of_ranks
-from benchmarks.options import at_least
 from benchmarks.reporting.tables import make
 from benchmarks.sample import makespans, race, turn
 from benchmarks.statistics import Requirement, exact_interval, ratio

@@ -19,10 +19,9 @@ from torch import Tensor
 
 import sp_core as sp
 from benchmarks.cases.case import wait_for
-from benchmarks.contests.contest import Contest, Entry, Part
+from benchmarks.contests.contest import Contest, Entry, Part, at_least
 from benchmarks.launching import Record, about, numbers_of_ranks
 from benchmarks.machine import device as device_of, facts
-from benchmarks.options import at_least
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Requirement, exact_interval, ratio
 from benchmarks.worker import Intracomm, Rank

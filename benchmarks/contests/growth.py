@@ -21,9 +21,8 @@ from unittest.mock import MagicMock, patch
 import torch
 
 import sp_core as sp
-from benchmarks.contests.contest import Contest, Entry, Part, unmet
+from benchmarks.contests.contest import Contest, Entry, Part, at_least, unmet
 from benchmarks.launching import Record, about, numbers_of_ranks
-from benchmarks.options import at_least
 from benchmarks.reporting.tables import make, significant
 from benchmarks.sample import Span, peak_memory, race
 from benchmarks.statistics import Requirement, exact_interval

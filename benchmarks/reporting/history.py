@@ -14,8 +14,6 @@ have as large a maximum too often. Of a hundred series without a change about on
 alert to look at, never a gate.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,6 +56,27 @@ class Point:
     commit: str
     seconds: float
     doubtful: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of level.
+
+    Args:
+        at: index of the first value of the new level.
+        before, after: medians of the two levels.
+        p: share of shuffled series with as large a difference.
+    """
+
+    at: int
+    before: float
+    after: float
+    p: float
+
+    @property
+    def ratio(self) -> float:
+        """The median after the change over the median before it."""
+        return self.after / self.before
 
 
 @dataclass(frozen=True)
@@ -168,27 +187,6 @@ SHUFFLES = 1999
 MOST = 1000  # only so many of the newest values of a series are searched
 
 Values = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of level.
-
-    Args:
-        at: index of the first value of the new level.
-        before, after: medians of the two levels.
-        p: share of shuffled series with as large a difference.
-    """
-
-    at: int
-    before: float
-    after: float
-    p: float
-
-    @property
-    def ratio(self) -> float:
-        """The median after the change over the median before it."""
-        return self.after / self.before
 
 
 def changes(values: Sequence[float]) -> list[Change]:

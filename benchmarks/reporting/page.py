@@ -4,8 +4,6 @@ Plots have one size, colours that colour-blind people tell apart, and the page's
 is self-contained.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from base64 import b64encode
@@ -97,7 +95,7 @@ class Picture:
         return self.size[0] > SIZE[0]
 
     @cached_property
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """A figure with this plot alone."""
         from matplotlib.figure import Figure
 
@@ -105,7 +103,7 @@ class Picture:
         self.onto(figure)
         return figure
 
-    def onto(self, figure: FigureBase) -> None:
+    def onto(self, figure: "FigureBase") -> None:
         """Draw the plot into a figure, with a legend below the axes."""
         with styled():
             axes = figure.add_subplot()
@@ -156,7 +154,7 @@ def case_rows(axes: Axes, labels: Sequence[str], name: str) -> None:
     axes.set(ylabel=name, ylim=(len(labels) - 0.5, -0.5))
 
 
-def log_axis(axis: Axis) -> None:
+def log_axis(axis: "Axis") -> None:
     """Make the y axis logarithmic, with few, plain numbers."""
     axis.axes.set_yscale("log", subs=[])
     locator: Any = axis.get_major_locator()
@@ -164,7 +162,7 @@ def log_axis(axis: Axis) -> None:
     axis.set_major_formatter("{x:,g}")
 
 
-def plain_ticks(axis: Axis, places: Sequence[float], labels: Sequence[str] | None = None) -> None:
+def plain_ticks(axis: "Axis", places: Sequence[float], labels: Sequence[str] | None = None) -> None:
     """Set ticks at these values only; without labels the ticks show the values."""
     axis.set_ticks([], minor=True)
     axis.set_ticks(list(places), list(labels or (f"{place:g}" for place in places)))

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any
 
-from benchmarks.reporting.derive import Row, grouped
+from benchmarks.reporting.derive import Row, T, grouped
 from benchmarks.reporting.page import (
     COLOURS,
     GRID,
@@ -30,7 +30,6 @@ OTHER = "other"
 DIRECTIONS = {"both": "forward and backward"}
 MAX_PICTURES = 30  # of one kind
 CARE = ", to be read with care"
-T = TypeVar("T")
 
 Series = dict[str, list[Row]]
 """The rows of each line of a plot, by its name in the legend."""

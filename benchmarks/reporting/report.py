@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
 
 from benchmarks.launching import Options, UsageError, about, program, writable
 from benchmarks.records import ForeignError, Record, read, read_bytes
@@ -127,10 +126,10 @@ def _history(records: Sequence[Record]) -> list[Section]:
 RANKS = 32  # at most so many are in the picture
 COLUMNS = ("rank", "step (ms)", "communication (ms)", "share", "calls", "bytes sent")
 TOLD = ("scheme", "direction", "layout", "dtype", "device")
-Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
+Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
-class Call(Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True):
     """The arguments of an event that is a communication."""
 
     operation: str = "other"
@@ -138,22 +137,22 @@ class Call(Struct, frozen=True):
     bytes_sent: int = 0
 
 
-class Event(Struct):
+class Event(msgspec.Struct):
     """The fields that are read of an event in a Chrome trace."""
 
     ph: str
     name: str
-    pid: Annotated[int, Meta(ge=0, le=65535)]
+    pid: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     cat: str = ""
     ts: Microseconds = 0.0
     dur: Microseconds = 0.0
     args: Call = Call()
 
 
-class Trace(Struct, rename="camel"):
+class Trace(msgspec.Struct, rename="camel"):
     """The fields that are read of a Chrome trace."""
 
-    trace_events: Annotated[list[Event], Meta(max_length=1_000_000)]
+    trace_events: Annotated[list[Event], msgspec.Meta(max_length=1_000_000)]
     other_data: dict[str, Any] = {}
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.contests.contest import Contest, Entry, Part, Wrong
+from benchmarks.contests.contest import Contest, Entry, Part, Wrong, at_least
 from benchmarks.launching import REPORTS, Record, about, numbers_of_ranks
-from benchmarks.options import at_least
 from benchmarks.reporting.page import COLOURS, styled
 from benchmarks.reporting.tables import make
 from benchmarks.training.runs import DTYPES, FAULTS, Setting, places

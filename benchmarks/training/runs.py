@@ -145,7 +145,7 @@ FAULTS = {
         "    pairs = [(_own_gradient",
     ),
     "a mean of the ranks' means": (
-        *(loss, "next_token_loss", "_counted(valid, data)"),
+        *(loss, "next_token_loss", "counted(valid, data)"),
         "max(int(valid.sum()), 1) * data.size",
     ),
     "labels shifted inside each shard": (

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import cuda
-from sp_core.attention.cuda import Triple
 from sp_core.attention.logits import Logits
 from sp_core.attention.merge import accumulation_dtype
 
@@ -103,7 +102,7 @@ def block_attention_backward(
     allowed: Tensor | None = None,
     all_seen: bool = False,
     logits: Logits,
-) -> Triple:
+) -> cuda.Triple:
     """Compute the gradients of one block: P = exp(s - lse), dS = P * (dO v^T - rowsum(dO * out)).
 
     s are the block's logits, dO is `grad_out`.
@@ -234,7 +233,7 @@ def backward(
     kind: str,
     allowed: Tensor | None,
     logits: Logits,
-) -> Triple:
+) -> cuda.Triple:
     """Run a kernel's backward on a non-empty block. Return dq, dk and dv.
 
     Arguments as in `block_attention_backward`: out and lse may cover more keys than k and v.
@@ -328,7 +327,8 @@ def _plain(
         e = scores.sub_(peak).exp_()
         total = e.sum(-1, keepdim=True)
         lse[:, :, rows] = total.log().add_(peak).view(part.shape[:3])
-        out[:, :, rows] = _ungrouped((e @ v_).div_(total.clamp_min_(1.0)), part)
+        # (B, K, H/K * rows, D) becomes (B, H, rows, D)
+        out[:, :, rows] = (e @ v_).div_(total.clamp_min_(1.0)).view_as(part)
     return out, lse
 
 
@@ -341,7 +341,7 @@ def _plain_backward(
     lse: Tensor,
     strips: Iterator[Strip],
     logits: Logits,
-) -> Triple:
+) -> cuda.Triple:
     """Compute dq, dk and dv in float32 or wider, one strip after the other.
 
     Arguments as in `backward`. A query that sees no key has lse = +inf here.
@@ -361,7 +361,7 @@ def _plain_backward(
         p.sub_(lse[:, :, rows].to(dtype).reshape(*q_.shape[:3], 1))
         dv[:, :, keys] += p.exp_().mT @ do
         ds.mul_(p)
-        dq[:, :, rows] = _ungrouped(ds @ k_, q[:, :, rows])
+        dq[:, :, rows] = (ds @ k_).view_as(q[:, :, rows])
         dk[:, :, keys] += ds.mT @ q_
     return dq, dk, dv
 
@@ -372,11 +372,6 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
     All queries that read one key/value head become its rows, so keys need not be repeated.
     """
     return x.reshape(x.shape[0], num_kv_heads, -1, x.shape[-1])
-
-
-def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
-    """View (B, K, H/K * Sq, D) as (B, H, Sq, D), the shape of `like`."""
-    return x.reshape(*like.shape[:3], x.shape[-1])
 
 
 def _scores(q: Tensor, k: Tensor, logits: Logits) -> Tensor:

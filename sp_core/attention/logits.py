@@ -4,12 +4,10 @@
 `sp_core.attention`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import Tensor
@@ -76,7 +74,7 @@ class Logits:
         sinks: Tensor | None = None,
         alibi: Sequence[float] | Tensor | None = None,
         **unknown: object,
-    ) -> Logits:
+    ) -> Self:
         """Check the keyword arguments of an attention function, and return them as `Logits`.
 
         Args:
@@ -121,12 +119,12 @@ class Logits:
         """Return whether softcap or ALiBi is given, which no fused kernel computes."""
         return self.softcap is not None or self.alibi is not None
 
-    def of_heads(self, heads: range | slice) -> Logits:
+    def of_heads(self, heads: range | slice) -> Self:
         """Return a copy with the sinks and ALiBi slopes of only these query heads."""
         at = slice(heads.start, heads.stop)
         return replace(self, **{x: y[at] for x, y in self.given().items() if x in BY_HEAD})
 
-    def between(self, queries: Positions, keys: Positions, device: torch.device) -> Logits:
+    def between(self, queries: Positions, keys: Positions, device: torch.device) -> Self:
         """Return a copy with these global positions, if there are ALiBi slopes; else `self`.
 
         Args:
@@ -138,7 +136,7 @@ class Logits:
         places = position_tensor(queries, device), position_tensor(keys, device)
         return replace(self, positions=places)
 
-    def at(self, queries: slice | Tensor, keys: slice | Tensor) -> Logits:
+    def at(self, queries: slice | Tensor, keys: slice | Tensor) -> Self:
         """Return a copy that keeps only the positions of these queries and keys, given by index."""
         if self.positions is None:
             return self

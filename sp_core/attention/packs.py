@@ -12,7 +12,7 @@ are numbered one after the other. Some slots at the end of a tile stay empty.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, starmap
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from sp_core.attention import cuda, kernels
 from sp_core.attention.logits import Logits
 from sp_core.attention.tiles import on_cpu
 from sp_core.mask import Block
+from sp_core.segments import grouped
 
 SIDES = (16, 32)
 """Sizes of tiles, in tokens. A block goes into the smallest tile that holds it."""
@@ -217,19 +218,17 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
 def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], tuple[Pack, ...]]:
     """Put blocks of at most 32 queries and 32 keys into tiles.
 
-    Return the blocks that are in no tile, and packs of about `tokens` tokens each.
+    Return the blocks that are in no tile, and packs of less than `tokens` + side tokens each.
     """
-    groups: dict[int, list[list[Block]]] = {side: [[]] for side in SIDES}
-    held = dict.fromkeys(SIDES, 0)  # tokens in the last group of each side
+    by_side: dict[int, list[Block]] = {side: [] for side in SIDES}
     for block in _apart(blocks, SIDES[-1]):
-        size = max(block.shape)
-        side = next(side for side in SIDES if size <= side)
-        if held[side] >= tokens:
-            groups[side].append([])
-            held[side] = 0
-        groups[side][-1].append(block)
-        held[side] += size
-    many = [(found, side) for side in SIDES for found in groups[side] if len(found) >= LEAST_BLOCKS]
+        by_side[next(side for side in SIDES if max(block.shape) <= side)].append(block)
+    many = [
+        (found, side)
+        for side, some in by_side.items()
+        for found in grouped(some, lambda block: max(block.shape), tokens + side - 1)
+        if len(found) >= LEAST_BLOCKS
+    ]
     return _without(blocks, [found for found, _ in many]), tuple(starmap(_pack, many))
 
 
@@ -277,7 +276,7 @@ def _without(blocks: Iterable[Block], groups: Iterable[Iterable[Block]]) -> tupl
     return tuple(block for block in blocks if block not in taken)
 
 
-def _pack(blocks: list[Block], side: int) -> Pack:
+def _pack(blocks: Sequence[Block], side: int) -> Pack:
     """Place blocks in tiles of side x side, each after the previous one along the diagonal.
 
     A block that does not fit into the current tile begins a new tile.

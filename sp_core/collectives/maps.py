@@ -9,8 +9,6 @@ without an agreement of the ranks. The map copies a tensor into a flat buffer th
 moves, and back. `*` in a shape stands for the other dimensions.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -67,7 +65,7 @@ class Prepared:
 class Started:
     """Hold a collective that has begun. The handle keeps the buffers alive until the end."""
 
-    mapping: Map
+    mapping: "Map"
     handle: Handle
     out: Tensor
     finish: Work
@@ -94,7 +92,7 @@ class Map(ABC):
     planned: bool = field(default=False, kw_only=True)
 
     @property
-    def transpose(self) -> Map:
+    def transpose(self) -> "Map":
         """Return the collective that the gradients go through in backward."""
         fields = {**vars(self), "planned": False}
         return _TRANSPOSED[self.name](**fields)

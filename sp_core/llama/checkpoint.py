@@ -5,8 +5,6 @@ the tensors. `save` gathers each weight, and rank 0 writes the files into a temp
 move to their place when all are complete. `train` stores the state of an optimizer in the same way.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -231,7 +229,7 @@ def save(
     model: Llama,
     folder: str | Path,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: "Tokenizer | None" = None,
     max_file_bytes: int | None = None,
 ) -> None:
     """Write a model as a Hugging Face folder, which `load` and transformers read.

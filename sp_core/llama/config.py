@@ -3,8 +3,6 @@
 Entries that would change the results of the model and are not supported raise an error.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -13,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -151,7 +149,7 @@ class LlamaConfig:
         return Rope(self.head_dim, self.rope_theta, self.rope_scaling)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> LlamaConfig:
+    def from_folder(cls, folder: str | Path) -> Self:
         """Read the configuration of a model folder.
 
         The entry eos_token_id of `generation_config.json`, if there, replaces that of
@@ -182,7 +180,7 @@ class LlamaConfig:
             raise CheckpointError(f"{path}: {error}") from error
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LlamaConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make a configuration from the contents of a `config.json`. Ignore entries not needed.
 
         Raises:

@@ -12,8 +12,6 @@ The cache (`sp_core.llama.cache`) holds keys and values of all tokens so far, ea
 about 1/P of the tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -35,6 +33,9 @@ from sp_core.llama.model import LayerAttend, Llama, Pass, check_model
 from sp_core.nn.parallel import Lengths
 from sp_core.nn.replicated import precision
 from sp_core.sharding import Sharding, split_ranges, split_sizes
+
+Step = tuple[Pass, Callable[[Tensor], Tensor]]
+"""A micro-batch's pass, and a function from the result (S, E) to the last tokens' (N', E)."""
 
 
 class Decoder:
@@ -268,10 +269,6 @@ class Decoder:
         rows = all_gather(rows, comm=comm, sizes=list(map(len, held)))
         order = torch.tensor([place for part in held for place in part], device="cpu").argsort()
         return rows[order.to(rows.device)]
-
-
-Step = tuple[Pass, Callable[[Tensor], Tensor]]
-"""A micro-batch's pass, and a function from the result (S, E) to the last tokens' (N', E)."""
 
 
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:

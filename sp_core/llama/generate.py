@@ -4,8 +4,6 @@ Prompts are divided among replicas (ranks along the axis "dp"). All ranks of a r
 same prompts and get the same tokens. `Sampling` says how a token is chosen from logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -122,7 +120,7 @@ def generate(
     sampling: Sampling | None = None,
     stop: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
-    tokenizer: Tokenizer | None = None,
+    tokenizer: "Tokenizer | None" = None,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Continue prompts with new tokens. Every rank of the mesh calls this.
@@ -243,7 +241,7 @@ def _ends(
     tokens: Sequence[int],
     stop: Sequence[int],
     stop_strings: Sequence[str],
-    tokenizer: Tokenizer | None,
+    tokenizer: "Tokenizer | None",
 ) -> bool:
     """Return whether a sequence with these new tokens ends; other arguments as in `generate`."""
     if tokens[-1] in stop:

@@ -1,7 +1,5 @@
 """`Grid`: which ranks of a mesh split a model's weights, layers and sequences, or hold replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +49,7 @@ class Grid:
     attention: GridAttention
 
     @classmethod
-    def of(cls, mesh: Mesh, scheme: str | None = None) -> Grid:
+    def of(cls, mesh: Mesh, scheme: str | None = None) -> "Grid":
         """Make the grid of a mesh. Every rank of the mesh calls this.
 
         Args:

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
-from sp_core.collectives.api import all_reduce, broadcast
+from sp_core.collectives.api import broadcast
 from sp_core.collectives.build import SUMMABLE
 from sp_core.collectives.maps import overlaps
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
-from sp_core.nn.loss import IGNORED, check_labels
+from sp_core.nn.loss import IGNORED, check_labels, counted
 from sp_core.nn.memory import Saving
 from sp_core.nn.replicated import gradient_of, learning
 from sp_core.scheduling.pipeline import (
@@ -232,7 +232,8 @@ def loss_and_gradients(
     check_model(model)
     grid, saving = model.grid, Saving(recompute=recompute, offload=offload, chunk=chunk)
     order = _agree(model, batches, ordering, saving)[grid.stages.rank]
-    count = _count_valid(model, batches)
+    # here every stage raises an error; next_token_loss would raise it on the last stage only
+    count = counted(torch.stack([(x.labels != IGNORED).sum() for x in batches]), grid.data)
     passes = [model.one_pass(one.tokens, one.sharding, one.mask, saving) for one in batches]
     ways = ([passes[slot.batch] for slot in order if slot.direction == way] for way in "FB")
     total = torch.zeros((), dtype=torch.float64, device=grid.everyone.device)
@@ -258,16 +259,6 @@ def loss_and_gradients(
         for slot in order:
             (go_on if slot.direction == "F" else go_back)(slot.batch)
     return broadcast(total, comm=grid.stages, root=grid.stages.size - 1)
-
-
-def _count_valid(model: Llama, batches: Sequence[MicroBatch]) -> int:
-    """Return how many labels of all ranks are valid. Raise ValueError, on every rank, if none."""
-    valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
-    count = int(all_reduce(valid, comm=model.grid.data))
-    if count == 0:  # raised on every stage; next_token_loss would raise it on the last stage only
-        what = f"no label of any micro-batch is valid (all are {IGNORED})"
-        raise ValueError(f"{what}; the mean of nothing is not defined.")
-    return count
 
 
 def _compute(model: Llama, mail: _Mail, one: Pass) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,6 @@
 The command line uses these functions. `byte_tokenizer` needs no folder. Nothing here communicates.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Collection
@@ -26,7 +24,7 @@ _FLAGS = "lstrip", "rstrip", "single_word", "normalized", "special"
 _UNFINISHED = "\ufffd"  # the decoder writes this for bytes that are not yet a whole character
 
 
-def read_tokenizer(folder: str | Path) -> Tokenizer:
+def read_tokenizer(folder: str | Path) -> "Tokenizer":
     """Return the tokenizer in `tokenizer.json` of a model folder.
 
     As in transformers, it gets the tokens that `tokenizer_config.json`, `special_tokens_map.json`
@@ -57,7 +55,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def _declared(folder: str | Path, known: Collection[AddedToken]) -> list[AddedToken]:
+def _declared(folder: str | Path, known: "Collection[AddedToken]") -> "list[AddedToken]":
     """Return the tokens that a folder declares; `tokenizer.json` declares those of `known`.
 
     As in transformers, `added_tokens_decoder` replaces `added_tokens.json` and `known`.
@@ -238,7 +236,7 @@ def chat_prompt(folder: str | Path, text: str, now: datetime) -> str:
 class Stream:
     """Decode tokens of a sequence one by one, for example to print the text while it grows."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = ""
@@ -258,7 +256,7 @@ class Stream:
         return self._shown[len(before) :]
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> "Tokenizer":
     """Make a tokenizer with 256 tokens: token i is the byte i of a text in UTF-8."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

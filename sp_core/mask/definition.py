@@ -67,9 +67,11 @@ class Mask(HashedOnce):
                 f"window is {self.window}, needed at least 1, because a query counts itself; use "
                 "None for no window"
             )
-        object.__setattr__(self, "window", plain(self.window))
-        object.__setattr__(self, "documents", _boundaries("documents", self.documents))
-        object.__setattr__(self, "kv_documents", _boundaries("kv_documents", self.kv_documents))
+        vars(self).update(
+            window=plain(self.window),
+            documents=_boundaries("documents", self.documents),
+            kv_documents=_boundaries("kv_documents", self.kv_documents),
+        )
         count, kv_count = (x and len(x) - 1 for x in (self.documents, self.key_documents))
         if count != kv_count:
             raise ShapeError(

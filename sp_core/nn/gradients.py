@@ -10,8 +10,6 @@ if one rank holds a slice, or if all ranks use a parameter for the same tokens. 
 `partial` if several ranks hold a slice, and each computes only a summand of the gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +72,7 @@ class Placement:
             raise ShapeError(f"{given}. Give each rank only ranges inside {whole}.")
 
     @classmethod
-    def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:
+    def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> "Placement":
         """Return the placement of a parameter that each of `size` ranks holds whole.
 
         The ranks use the parameter for the same tokens or, if `partial`, for different tokens.
@@ -82,7 +80,7 @@ class Placement:
         return cls(tuple(shape), 0, ((range((*shape, 1)[0]),),) * size, partial)
 
     @classmethod
-    def split(cls, shape: Sequence[int], dim: int, size: int) -> Placement:
+    def split(cls, shape: Sequence[int], dim: int, size: int) -> "Placement":
         """Return the placement of a parameter cut along `dim` into one range per rank.
 
         The `size` ranges have equal lengths, except that the first ones may have one slice more.

@@ -198,24 +198,22 @@ def next_token_loss(
     compute = partial(_cross_entropy, head=head, wide=_wide(head), tensor=tensor, sizes=sizes)
     with tensor.agreed(), data.agreed():
         valid = labels != IGNORED
-        count = _counted(valid, data) if count is None else int(count)
+        count = counted(valid, data) if count is None else int(count)
         parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
         losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,))
         losses = losses.view_as(labels)
         return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
 
 
-def _counted(valid: Tensor, data: Communicator) -> int:
-    """Return the number of valid labels of all ranks.
+def counted(valid: Tensor, data: Communicator) -> int:
+    """Return the number of valid labels of all ranks. `valid` marks or counts those of this rank.
 
     Raises:
         ValueError: there is none; on every rank.
     """
     count = int(all_reduce(valid.sum(), comm=data))
     if count == 0:
-        raise ValueError(
-            f"none of the labels of all ranks is valid (all are {IGNORED}), so there is no mean."
-        )
+        raise ValueError(f"no label of any rank is valid (all are {IGNORED}), so there is no mean.")
     return count
 
 

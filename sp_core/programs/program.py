@@ -24,8 +24,6 @@ ranks' programs of a collective then have equally many steps. Step t may read wh
 have written in their steps before t.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -140,7 +138,7 @@ class Operation(NamedTuple):
             needed = 0
         return needed * self.itemsize
 
-    def chunks(self, length: int) -> Iterator[tuple[int, Operation]]:
+    def chunks(self, length: int) -> "Iterator[tuple[int, Operation]]":
         """Yield (offset, operation) for each chunk: at most `length` elements of every piece.
 
         The offset counts elements from the start of each piece.

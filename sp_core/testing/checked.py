@@ -3,8 +3,6 @@
 `messages` sends and receives, `requests` has the requests, and `lockstep` makes the check.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -77,7 +75,7 @@ LOCAL = (
 """Prefixes of the names of calls that a rank may make alone."""
 
 
-_kept: list[CheckedComm] = []
+_kept: "list[CheckedComm]" = []
 """Communicators in which messages may still arrive. They are never freed: MPI reuses what is."""
 
 
@@ -209,7 +207,7 @@ class CheckedComm(Messages):
         say(name)
         return self._adopted(getattr(self._raw, name)(*args, **given), self._groups)
 
-    def alone(self) -> CheckedComm:
+    def alone(self) -> "CheckedComm":
         """Return a communicator of this rank alone, which needs no other rank."""
         name = f"{self.lockstep.name}.alone[{self.rank}]"
         return CheckedComm(own_comm().Dup(), self.family, name)

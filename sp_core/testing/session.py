@@ -4,8 +4,6 @@ A remark is an event, a feature, a target, a note or an error ratio, made on any
 function of that name. Ratios are errors divided by their bounds.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import threading
@@ -84,7 +82,7 @@ class Tally:
         ratios = {name: number for (kind, name, *_), number in remarks.items() if kind == "ratio"}
         keep_largest(self.ratios, ratios)
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: "Tally") -> None:
         """Add another session's counts; of each result keep the larger ratio of error to bound."""
         keep_largest(self.ratios, other.ratios)
         for name in ("examples", "raw", "tests", "sizes", "features"):
@@ -248,7 +246,7 @@ def tier() -> Literal["threads", "mpi"]:
     return "threads" if current.control is None else "mpi"
 
 
-def device() -> torch.device:
+def device() -> "torch.device":
     """Return the device that the tests of this rank use, as `--sp-device` says.
 
     For an accelerator it is the device with the number that this rank has on its machine. With

@@ -7,8 +7,6 @@ possible. A receive buffer is spoiled (filled with 0xFF bytes) when the transfer
 when it completes. So code that touches a buffer too early is wrong every time.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import sys
@@ -56,7 +54,7 @@ class ThreadRequest(_OfThreads):
         advance: completes the transfer if possible, and returns whether it is complete.
     """
 
-    def __init__(self, comm: ThreadComm, what: str, advance: Callable[[], bool]) -> None:
+    def __init__(self, comm: "ThreadComm", what: str, advance: Callable[[], bool]) -> None:
         self._comm, self.what, self._advance = comm, what, advance
         self.done = False
         comm._requests.append(self)
@@ -118,7 +116,7 @@ class ThreadComm(_OfThreads, LockstepComm):
         self._carrier, self._world = carrier, carrier.world
         super().__init__(Lockstep(carrier, carrier.name), family)
 
-    def _made(self, name: str, rank: int, members: Sequence[int]) -> ThreadComm:
+    def _made(self, name: str, rank: int, members: Sequence[int]) -> "ThreadComm":
         name = f"{self._carrier.name}.{name}"
         return ThreadComm(ThreadCarrier(self._world, name, rank, members), self.family)
 
@@ -290,7 +288,7 @@ class ThreadComm(_OfThreads, LockstepComm):
         (part,) = read(buf, "", self.size, writable=op == "Irecv").parts
         return int(tag), part
 
-    def Dup(self) -> ThreadComm:
+    def Dup(self) -> "ThreadComm":
         """Return a communicator of the same ranks, whose messages are separate from this one's.
 
         Every rank calls this.
@@ -315,7 +313,7 @@ class ThreadComm(_OfThreads, LockstepComm):
             return getattr(sys.modules.get("mpi4py.MPI"), "COMM_NULL", None)
         return self._made(name, ranks.index(self.rank), members)
 
-    def alone(self) -> ThreadComm:
+    def alone(self) -> "ThreadComm":
         """Return a communicator of this rank alone, which needs no other rank."""
         rank = self._carrier.world_rank
         return self._made(f"alone[{rank}]", 0, [rank])

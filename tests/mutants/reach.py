@@ -6,8 +6,6 @@ on two cores. Processes that a test starts are measured too. A measurement stays
 file or the sources change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from bisect import bisect
@@ -92,7 +90,7 @@ class Reached:
         default_factory=lambda: defaultdict(lambda: defaultdict(set))
     )
     width: Counter[str] = field(default_factory=Counter)
-    ranks: Reached | None = None
+    ranks: "Reached | None" = None
 
     def add(self, told: Told) -> None:
         """Add the measurement of one test file."""

@@ -4,8 +4,6 @@ The scheme is treated as unkindly as its contract allows: memory beside its inpu
 may be late, and as soon as a rank has its results it overwrites its inputs.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -54,7 +52,7 @@ def check_attention(
     compare(name, shards, results, group)
 
 
-def compare(name: str, shards: Shards, results: Results, group: Communicator) -> None:
+def compare(name: str, shards: "Shards", results: Results, group: Communicator) -> None:
     """Compare one rank's results with the reference, after summing "dsinks" over the ranks.
 
     Raises:

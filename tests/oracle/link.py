@@ -9,8 +9,6 @@ ranks must read one clock, so this is for processes or threads of one machine. A
 MPI library is refused, because its messages cannot be seen here.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -51,7 +49,7 @@ class LinkModel:
         # the ranks check that they agree on this text
         return f"LinkModel(latency={self.latency}, rate={self.rate})"
 
-    def over(self, host: HostTransport) -> LinkTransport:
+    def over(self, host: HostTransport) -> "LinkTransport":
         """Return a transport whose messages take this wire."""
         return LinkTransport(host, self)
 

@@ -229,7 +229,7 @@ ON_ONE_RANK: Table = {
         },
         "no valid label": (
             ValueError,
-            "no label of any micro-batch is valid",
+            "no label of any rank is valid",
             micro_batches(
                 lambda good: [replace(good, labels=torch.full_like(good.labels, IGNORED))],
                 everywhere=True,
@@ -389,7 +389,7 @@ ON_ONE_RANK: Table = {
         },
         "no valid label": (
             ValueError,
-            "none of the labels",
+            "no label of any rank is valid",
             loss(lambda x, y: (x, torch.full_like(y, IGNORED)), everywhere=True),
         ),
     },

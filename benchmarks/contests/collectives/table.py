@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from benchmarks.contests.contest import Contest, Entry, Part
+from benchmarks.contests.contest import Contest, Entry, Part, at_least
 from benchmarks.launching import KEEP_MEMORY, Launch, Record, about
-from benchmarks.options import at_least
 from benchmarks.reporting.tables import Table, make, size
 from benchmarks.statistics import FEWEST, Requirement, exact_interval
 from sp_core.machine import cores

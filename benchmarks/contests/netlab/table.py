@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.contests.contest import Contest, Entry, Part, installed, requirements
+from benchmarks.contests.contest import Contest, Entry, Part, at_least, installed, requirements
 from benchmarks.contests.netlab.hosts import AGENT, ALONE, names
 from benchmarks.launching import Launch, Record, UsageError, about
 from benchmarks.machine import environment
-from benchmarks.options import at_least
 from benchmarks.sample import Span, makespans, race
 from benchmarks.statistics import Interval, Requirement, exact_interval
 from benchmarks.worker import Intracomm, Rank

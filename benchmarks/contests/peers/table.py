@@ -16,9 +16,8 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements
+from benchmarks.contests.contest import Contest, Entry, Part, Wrong, at_least, requirements, some_of
 from benchmarks.launching import Options, Record, UsageError, about, numbers_of_ranks
-from benchmarks.options import at_least, some_of
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
