@@ -119,7 +119,7 @@ def agree(
     control = comm if isinstance(comm, Control) else Control(comm)
     under_way = under_way or progress.of_this_rank()
     for question in (*control.open, *control.last):  # other ranks answer these first, too
-        wait(question, under_way.poll)
+        wait(progress.Locked(question.test, under_way.lock), under_way.poll)
         control.open.clear()
         question.answer()
     control.last = []

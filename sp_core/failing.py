@@ -100,7 +100,7 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
         until = time.monotonic() + GRACE_SECONDS * (2 if follows else 1)
         while time.monotonic() < until:
             with suppress(Exception):  # do not hide the error that is printed
-                progress.of_this_rank().keep(())  # calls MPI, which then moves messages
+                progress.of_this_rank().advance()  # calls MPI, which then moves messages
             time.sleep(0.01)
     finally:  # also if the report fails or is interrupted
         _stop(exit_code(error))

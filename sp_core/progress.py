@@ -55,17 +55,26 @@ class Progress:
 
         Other ranks may need them, and this rank need not wait for them.
         """
-        with self.lock:
-            self.kept += questions
+        self.kept += questions
         if self.advance():
             self.add(self)
 
     def advance(self) -> bool:
-        """Drop the agreements in `kept` that are complete. Return whether others are left."""
-        return not self._settled.test()
+        """Drop the agreements in `kept` that are complete. Return whether others are left.
+
+        While another thread of this rank polls, this drops none.
+        """
+        if not self.lock.acquire(blocking=False):
+            return True
+        try:
+            return not self._settled.test()
+        finally:
+            self.lock.release()
 
     def _settle(self) -> bool:
-        self.kept = [*filter(_goes_on, self.kept)]
+        for question in [*self.kept]:
+            if not _goes_on(question):
+                self.kept.remove(question)
         self._hold()
         return not self.kept
 
@@ -86,7 +95,7 @@ class Progress:
         """
         until = time.monotonic() + seconds
         while self.kept and time.monotonic() < until:
-            self.keep(())
+            self.advance()
             time.sleep(0.001)
         for held in (self.kept, self.lost):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
@@ -138,7 +147,7 @@ class Locked:
 def _goes_on(question: Any) -> bool:
     try:
         return not question.test()
-    except RankError:  # over gloo, if other ranks have closed their connections
+    except Exception:  # noqa: BLE001  # gloo's connections are closed, or the communicator is freed
         return False
 
 

@@ -220,6 +220,7 @@ def test_an_agreement_that_an_error_interrupts_goes_on(
 
 def test_an_interrupted_agreement_of_a_mesh_outlives_the_call() -> None:
     """MPI writes to its memory when the other ranks make the mesh."""
+    others_may_call = Event()
 
     def body(comm: Any) -> None:
         mine = progress.of_this_rank()
@@ -228,7 +229,9 @@ def test_an_interrupted_agreement_of_a_mesh_outlives_the_call() -> None:
             with pytest.raises(TimeoutError):
                 agree(comm, "f")
             assert len(mine.kept) == 1
+            others_may_call.set()
         else:
+            others_may_call.wait(5)
             agree(comm, "f")
         mine.settle(5)
         assert mine.kept == []

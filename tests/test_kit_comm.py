@@ -188,7 +188,12 @@ def test_a_collective_that_is_under_way_ends_before_its_communicator_is_freed(co
     twin, late = comm.Dup(), Mock(**{"Test.side_effect": [False, True]})
     is_checked = isinstance(twin, CheckedComm)
     if is_checked:
-        twin._collectives = [late]
+        twin.Irecv(np.empty(1), MPI.PROC_NULL).Wait()
+        request = twin.Iallreduce(np.ones(1), np.empty(1))
+        MPI.Request.Waitall([twin.Ibarrier(), request])
+        (barrier,) = twin._collectives
+        assert barrier.request is None
+        twin._collectives.add(Mock(request=late))
     twin.Free()
     assert late.Test.call_count == 2 * is_checked
 

@@ -115,7 +115,7 @@ class CheckedComm(Messages):
             self._shadows[0], lambda what, ending: self.family.look(self, what, ending=ending)
         )
         self._groups, self._persistent = itertools.count(), itertools.count()
-        self._collectives: list[Any] = []
+        self._collectives = set[Transfer]()
         super().__init__(
             Lockstep(self._carrier, name), family or Family(MpiCarrier(self._shadows[-1]))
         )
@@ -227,12 +227,13 @@ class CheckedComm(Messages):
         """Note that a message or collective has begun; a collective until MPI has completed it."""
         self._requests.append(transfer)
         if not transfer.is_message:
-            self._collectives = [*filter(None, self._collectives), transfer.request]
+            self._collectives = {x for x in self._collectives if x.request} | {transfer}
 
     def _free(self) -> None:
         if not self.lockstep.uneven:
-            for request in filter(None, self._collectives):  # else Open MPI may crash
-                patiently(request.Test)
+            for transfer in self._collectives:  # else Open MPI may crash
+                if transfer.request:
+                    patiently(transfer.request.Test)
             type(self._raw).Free(self)
         self._give_back()
 
