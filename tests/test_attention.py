@@ -149,6 +149,13 @@ def test_attention_inside_autocast_is_that_outside() -> None:
     assert all(torch.equal(found[0], other) for other in found)
 
 
+@pytest.mark.parametrize("dtype", kernels.HALF)
+def test_a_result_of_a_half_type_is_rounded_after_its_sinks(dtype: torch.dtype) -> None:
+    sinks, v = torch.linspace(-9, 9, 16), torch.randn(1, 1, 16, 8).to(dtype)
+    weight = torch.sigmoid(-sinks)[:, None]  # of the only key, whose score is 0
+    assert torch.equal(attention_of(0 * v, 0 * v, v, sinks=sinks), (weight * v).to(dtype))
+
+
 def test_equal_softcaps_of_any_type_make_equal_logits() -> None:
     """Ranks agree on logits by their text."""
     caps: Any = (5.0, 5, np.float32(5), Fraction(5))
