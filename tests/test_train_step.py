@@ -147,7 +147,7 @@ DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "groups": lambda weights: torch.optim.AdamW([{"params": [x]} for x in weights], lr=0.01),
     "tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02)),
 }
-"""Optimizers that differ from AdamW with lr=0.01."""
+"""Optimizers that differ from AdamW with lr=0.01, which is a tensor beside another tensor."""
 
 
 TORCHS = {
@@ -163,8 +163,9 @@ def test_optimizers_that_differ_between_ranks_train_nothing(comm: Any) -> None:
     with sp.Mesh(comm, ring=comm.size) as mesh:
         model = CASE.model(mesh)
         before = [x.detach().clone() for x in model.parameters()]
-        usual = partial(torch.optim.AdamW, lr=0.01)
-        for made in DIFFERENT.values():
+        for name, made in DIFFERENT.items():
+            rate = torch.tensor(0.01) if name == "tensor rate" else 0.01
+            usual = partial(torch.optim.AdamW, lr=rate)
             optimizer = (made if comm.rank == comm.size - 1 else usual)(model.parameters())
             with pytest.raises(sp.CollectiveMismatch, match=r"(?s)the ranks disagree.*train_step"):
                 train_step(model, optimizer, [[1, 2]], max_norm=1.0)
