@@ -156,10 +156,12 @@ def test_a_result_of_a_half_type_is_rounded_after_its_sinks(dtype: torch.dtype) 
     assert torch.equal(attention_of(0 * v, 0 * v, v, sinks=sinks), (weight * v).to(dtype))
 
 
-def test_equal_softcaps_of_any_type_make_equal_logits() -> None:
+def test_equal_terms_of_any_type_make_equal_logits() -> None:
     """Ranks agree on logits by their text."""
     caps: Any = (5.0, 5, np.float32(5), Fraction(5))
-    made = [Logits.of(torch.ones(1, 2, 1, 4), softcap=cap) for cap in caps]
+    slopes: Any = [0.3], torch.tensor([0.3], dtype=torch.float64)
+    q = torch.ones(1, 2, 1, 4).half()
+    made = [Logits.of(q, softcap=cap, alibi=slope) for cap, slope in product(caps, slopes)]
     assert {repr(logits) for logits in made} == {repr(made[0])}
 
 
