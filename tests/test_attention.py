@@ -26,6 +26,7 @@ from sp_core.attention import (
     kernels,
     local_attention,
     merge,
+    merge_into,
 )
 from sp_core.attention.shards import LSE_COLUMNS, _with_lse_columns
 from sp_core.errors import ShapeError
@@ -249,6 +250,16 @@ def test_exchanging_the_parts_of_a_merge_changes_nothing_if_one_lse_is_float64()
     for one, other in zip(merge(*a, *b), merge(*b, *a), strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+def test_a_merge_in_place_rounds_alike_whatever_the_strides() -> None:
+    for length in range(2, 64):
+        outs, lses, found = torch.randn(2, 3, length, 4), 3 * torch.randn(2, 3, length), []
+        for each in (lses, lses.mT.contiguous().mT):
+            out, lse = outs[0].clone(), each[0].clone()
+            merge_into(out, lse, outs[1], each[1])
+            found.append(torch.cat((out, lse.unsqueeze(-1)), -1))
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("empty", range(3))
