@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakSet
 
-from sp_core.errors import RankError
-
 
 class Progress:
     """Hold the communicators of one rank that have operations under way, whose memory MPI uses.

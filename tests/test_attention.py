@@ -26,6 +26,7 @@ from sp_core.attention import (
     kernels,
     local_attention,
     merge,
+    merge_into,
 )
 from sp_core.attention.shards import LSE_COLUMNS, _with_lse_columns
 from sp_core.mask import Mask
@@ -148,10 +149,19 @@ def test_attention_inside_autocast_is_that_outside() -> None:
     assert all(torch.equal(found[0], other) for other in found)
 
 
-def test_equal_softcaps_of_any_type_make_equal_logits() -> None:
+@pytest.mark.parametrize("dtype", kernels.HALF)
+def test_a_result_of_a_half_type_is_rounded_after_its_sinks(dtype: torch.dtype) -> None:
+    sinks, v = torch.linspace(-9, 9, 16), torch.randn(1, 1, 16, 8).to(dtype)
+    weight = torch.sigmoid(-sinks)[:, None]  # of the only key, whose score is 0
+    assert torch.equal(attention_of(0 * v, 0 * v, v, sinks=sinks), (weight * v).to(dtype))
+
+
+def test_equal_terms_of_any_type_make_equal_logits() -> None:
     """Ranks agree on logits by their text."""
     caps: Any = (5.0, 5, np.float32(5), Fraction(5))
-    made = [Logits.of(torch.ones(1, 2, 1, 4), softcap=cap) for cap in caps]
+    slopes: Any = [0.3], torch.tensor([0.3], dtype=torch.float64)
+    q = torch.ones(1, 2, 1, 4).half()
+    made = [Logits.of(q, softcap=cap, alibi=slope) for cap, slope in product(caps, slopes)]
     assert {repr(logits) for logits in made} == {repr(made[0])}
 
 
@@ -221,6 +231,16 @@ def test_exchanging_the_parts_of_a_merge_changes_nothing_if_one_lse_is_float64()
     for one, other in zip(merge(*a, *b), merge(*b, *a), strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+def test_a_merge_in_place_rounds_alike_whatever_the_strides() -> None:
+    for length in range(2, 64):
+        outs, lses, found = torch.randn(2, 3, length, 4), 3 * torch.randn(2, 3, length), []
+        for each in (lses, lses.mT.contiguous().mT):
+            out, lse = outs[0].clone(), each[0].clone()
+            merge_into(out, lse, outs[1], each[1])
+            found.append(torch.cat((out, lse.unsqueeze(-1)), -1))
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("empty", range(3))

@@ -192,11 +192,11 @@ def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
     done: list[object] = []
     clock = Mock(monotonic=lambda: 0.5 * done.count("pause"))
     clock.sleep = lambda seconds: done.append("pause" if len(done) < 99 else pytest.fail("endless"))
-    keep = Mock(side_effect=RuntimeError)
+    advance = Mock(side_effect=RuntimeError)
     substitute(
         failing,
         time=clock,
-        progress=Mock(**{"of_this_rank.return_value.keep": keep}),
+        progress=Mock(**{"of_this_rank.return_value.advance": advance}),
         _head="rank 1 of 3: ",
         _stop=done.append,
     )
@@ -209,7 +209,7 @@ def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
     flushed = done.index("flush stderr")
     assert "".join(map(str, done[:flushed])) == text
     assert done[flushed:] == ["flush stderr", "flush stdout", *["pause"] * pauses, code]
-    assert keep.call_count == pauses
+    assert advance.call_count == pauses
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import compress, product
+from itertools import compress, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -60,9 +60,9 @@ OTHER: dict[str, Any] = {
     "dtype": torch.float64,
 }
 """Other values than the defaults of all arguments of layers but `comm` and `device`."""
-ROPES: list[dict[str, Any]] = [
-    {"base": 10000.001},
-    {"scaling": {"rope_type": "linear", "factor": 2.0}},
+ROPES = [
+    *(sp.Rope(4, base) for base in (10000.001, 10000.0)),
+    *(sp.Rope(4, scaling={"rope_type": "linear", "factor": factor}) for factor in (2.0, 2.5)),
 ]
 LAYERS = (sp.RMSNorm, sp.LayerNorm, sp.FeedForward, sp.SelfAttention, sp.TransformerBlock)
 
@@ -76,7 +76,7 @@ def test_layers_of_other_settings_on_one_rank_are_refused(
     base = {name: value for name, value in (("hidden", 16), ("num_heads", 4)) if name in names}
     changes: list[Any] = [({}, {name: OTHER[name]}) for name in sorted(names)]
     if "rope" in names:
-        changes += [({"rope": sp.Rope(4)}, {"rope": sp.Rope(4, **other)}) for other in ROPES]
+        changes += pairwise({"rope": rope} for rope in ROPES)
     x, given = torch.ones(1, 2, 16, device=device()), dict[str, Any]()
     if "num_heads" in names:
         given = {"sharding": sp.Sharding.contiguous(4, comm.size)}

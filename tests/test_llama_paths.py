@@ -33,7 +33,7 @@ from sp_core.llama import (
 )
 from sp_core.llama.checkpoint import SINGLE
 from sp_core.llama.config import is_there, read_json
-from sp_core.testing import spmd
+from sp_core.testing import LiveBytes, spmd
 
 
 def test_a_number_for_the_end_and_nulls_mean_what_they_do_for_transformers() -> None:
@@ -288,12 +288,17 @@ def test_what_is_there_is_never_written_over(comm: Any, what: str, tmp_path: Pat
 
 @spmd(3)
 def test_a_file_has_as_many_bytes_of_weights_as_it_may(comm: Any, tmp_path: Path) -> None:
+    """Rank 0 holds the weights of one file, and a tensor that is gathered for it."""
     folder = shared(comm, tmp_path)
-    size = sum(x.numel() * x.element_size() for x in CASE.weights().values()) // 2
+    sizes = [x.nbytes // 2 for x in CASE.weights().values()]
+    size = sum(sizes)
     with mesh_of(comm, 0) as mesh:
         model = create(CASE.config, mesh)
-        for limit, files in ((size, 1), (size - 1, 2)):
-            save(model, folder / f"{limit}", max_file_bytes=limit)
+        own = [*model.parameters()]
+        for limit, files in ((size, 1), (size - 1, 2), (size // 2, 3)):
+            with LiveBytes(own) as live:
+                save(model, folder / f"{limit}", max_file_bytes=limit)
+            assert live.peak - sum(x.nbytes for x in own) <= limit + max(sizes)
             assert len([*(folder / f"{limit}").glob("*.safetensors")]) == files
         assert f'"total_size": {size}\n' in (folder / f"{size - 1}" / INDEX).read_text()
 

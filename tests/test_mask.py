@@ -125,6 +125,7 @@ def coverage(
 @example(problem=([10, 12, 14, 16], [0, 3, 6, 9], Mask(True, 2)), tile=plans.TILE, chunk=3)
 @example(problem=([0, 2, 4, 6], [6, 9, 12, 15], Mask(True)), tile=plans.TILE, chunk=3)
 @example(problem=([3, 7, 11, 15], [0, 4, 8, 12], Mask(True, 2)), tile=plans.TILE, chunk=3)
+@example(problem=([8, 9], [0, 4, 8, 1, 5, 9, 2, 6, 3, 7], Mask(True, 2)), tile=plans.TILE, chunk=3)
 def test_blocks_hold_each_visible_pair_once(
     problem: tuple[list[int], list[int], Mask], tile: tuple[int, int], chunk: int
 ) -> None:

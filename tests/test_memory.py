@@ -56,14 +56,8 @@ def test_a_block_keeps_what_its_own_tokens_need(comm: Any, name: str, tokens: in
     """
     sharding = sp.Sharding.contiguous(tokens * comm.size, comm.size)
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        block = sp.TransformerBlock(
-            HIDDEN,
-            HEADS,
-            ffn_hidden=FFN,
-            attention=SCHEMES[name],
-            comm=mesh["sp"],
-            dtype=torch.float64,
-        )
+        given: Any = {"attention": SCHEMES[name], "comm": mesh["sp"], "dtype": torch.float64}
+        block = sp.TransformerBlock(HIDDEN, HEADS, ffn_hidden=FFN, **given)
         kept = saved_elements(
             block, torch.ones(1, tokens, HIDDEN, dtype=torch.float64, requires_grad=True), sharding
         )
@@ -92,27 +86,33 @@ def test_live_bytes_are_those_of_the_tensors_that_are_kept() -> None:
     assert (live.peak, live.now) == (15, 1)
 
 
-def held_by_a_ring(comm: Any, tokens: int) -> float:
-    """Return the most bytes per token of its own that any rank holds, in forward and backward."""
-    sharding = sp.Sharding.zigzag(tokens * comm.size, comm.size)
-    q, k, v, grad = (torch.ones(1, tokens, 2, 64, requires_grad=n < 3) for n in range(4))
-    mask = sp.Mask(causal=True)
-    with sp.Mesh(comm, check="off", sp=comm.size) as mesh, LiveBytes((q, k, v, grad)) as live:
-        out = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding, mask=mask)
-        torch.autograd.grad(out, (q, k, v), grad)
-    return float(max(comm.allgather(live.peak / tokens)))
+def held_by(scheme: str, comm: Any, tokens: int, learns: bool = True) -> float:
+    """Return the most bytes that any rank holds in forward and backward, over those of its q."""
+    sharding, mask = sp.Sharding.zigzag(tokens * comm.size, comm.size), sp.Mask(causal=True)
+    x = [torch.ones(1, tokens, 4, 32, requires_grad=learns and n < 3) for n in range(4)]
+    with sp.Mesh(comm, check="off", sp=comm.size) as mesh, LiveBytes(x) as live:
+        out: Any = SCHEMES[scheme](*x[:3], comm=mesh["sp"], sharding=sharding, mask=mask)
+        _ = torch.autograd.grad(out, x[:3], x[3]) if learns else None
+    return float(max(comm.allgather(live.peak / x[0].nbytes)))
 
 
 @spmd(3, 4, 6, 8)
 def test_what_a_ring_holds_does_not_grow_with_the_number_of_ranks(comm: Any) -> None:
-    """A rank holds at most 22 times the bytes of its own q, for any number of ranks."""
-    assert held_by_a_ring(comm, 64) <= 22 * 2 * 64 * 4
+    """A rank holds at most 22 times the bytes of its own q; without gradients 10 times as many."""
+    assert held_by("ring", comm, 64) <= 22
+    assert held_by("ring", comm, 64, learns=False) <= 10
+
+
+@spmd(3, 4, 6, 8)
+def test_allgather_kv_holds_two_of_four_groups_of_heads_at_a_time(comm: Any) -> None:
+    """Those of all ranks have P times the bytes of q, as received and, once more, as sorted."""
+    assert held_by("allgather_kv", comm, 64, learns=False) <= 6.5 + 2 * comm.size
 
 
 @spmd(4)
 def test_what_a_ring_holds_is_proportional_to_the_tokens_of_a_rank(comm: Any) -> None:
     """If a rank held the scores of all pairs, it would need four times the bytes per token."""
-    assert held_by_a_ring(comm, 1024) <= 1.15 * held_by_a_ring(comm, 256)
+    assert held_by("ring", comm, 1024) <= 1.15 * held_by("ring", comm, 256)
 
 
 @spmd(1, 2)

@@ -146,6 +146,30 @@ def test_the_next_piece_travels_while_this_one_is_computed(
     run_threads(SIZE, body)
 
 
+@pytest.mark.parametrize(
+    ("name", "under_way"),
+    [("allgather_kv", [1, 2, 2, 1]), ("ring", [n for n in (1, 2, 1) for _ in range(GROUPS)])],
+)
+def test_gradients_travel_while_the_next_ones_are_computed(
+    name: str, under_way: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next keys travel until the last computation, gradients from the second one on."""
+    log = Log()
+    monkeypatch.setattr(problem, "attend_backward", log.computing(vars(problem)["attend_backward"]))
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            shards = Shards(PLAIN, mesh.rank, mesh.size, mesh.device)
+            results = shards.run(functools.partial(SCHEMES[name], comm=mesh["sp"]))
+            log.listen(mesh["sp"])
+            shards.gradients(*results)
+            events = [event for event, _ in log.mine]
+        before = [events[:place] for place, event in enumerate(events) if event == "compute"]
+        assert [some.count("start") - some.count("wait") for some in before] == under_way
+
+    run_threads(SIZE, body)
+
+
 @spmd(SIZE)
 def test_what_is_under_way_is_asked_after_between_pieces_of_the_computation(
     comm: Any, monkeypatch: pytest.MonkeyPatch

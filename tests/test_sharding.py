@@ -141,6 +141,7 @@ def test_fingerprints_tell_shardings_apart() -> None:
         Sharding.contiguous(24, 3, 1),
         *(Sharding.from_positions(owned) for owned in ([[0], [1], [2]], [[0], [2], [1]])),
         *(Sharding.from_positions([[*range(0, 3 * n, n)], [9]]) for n in (1, 2)),
+        *(Sharding.from_positions([own]) for own in ([0, 1, 5, 6], [5, 6, 0, 1])),
     ]
     assert len({sharding.fingerprint for sharding in different}) == len(different)
     assert Sharding.zigzag(24, 3).fingerprint == Sharding.zigzag(24, 3).fingerprint

@@ -1,4 +1,4 @@
-"""Test training steps of ranks that disagree, samples between steps, and what a training may be.
+"""Test how a training step deals sequences and recomputes, samples between steps, and saving.
 
 A training that cannot be saved, or whose record fits no other, is refused on every rank.
 """

@@ -142,7 +142,7 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     ahead = ahead.contiguous()
     _add_weighted(out, ahead, part_out)
     # logaddexp may round by place too, so it also gets contiguous operands.
-    torch.logaddexp(lse, part_lse.to(lse.dtype).contiguous(), out=lse)
+    lse.copy_(torch.logaddexp(lse.contiguous(), part_lse.to(lse.dtype).contiguous()))
 
 
 def _add_weighted(out: Tensor, ahead: Tensor, part_out: Tensor) -> None:

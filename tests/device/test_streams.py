@@ -128,7 +128,7 @@ def test_what_a_started_collective_uses_stays_until_the_waiting_stream_has_read_
     wanted: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The host frees it while the copy is queued. Here x has no NaN, whose marks need the host."""
+    """The host frees it while the copy is queued. For max and min x has no NaN."""
     compare = torch.ne
     monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
     monkeypatch.setattr(torch, "ne", lambda a, b, out: compare(a, b, out=out) if a is b else out)

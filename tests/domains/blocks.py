@@ -201,7 +201,7 @@ KINDS: tuple[tuple[Any, ...], ...] = (
             block,
             ("x", "sharding", "mask", "seed"),
         ),
-        {"dropout": "0.4"},
+        {"dropout": "0.4", "sharding.layout": "zigzag"},
     ),
 )
 SUBJECTS = [
@@ -210,7 +210,12 @@ SUBJECTS = [
         TOKENS | ATTENTION | MASK | more | COMMON | LOWER,
         partial(masked, kind),
         covers=(f"{kind.made.__name__}.forward",),
-        together=({"rope": "given"}, MANY_OF_ONE_SIGN, SATURATED, *dropped),
+        together=(
+            {"rope": "given", "sharding.layout": "zigzag"},
+            MANY_OF_ONE_SIGN,
+            SATURATED,
+            *dropped,
+        ),
     )
     for more, kind, *dropped in KINDS
 ]

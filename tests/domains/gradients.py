@@ -250,6 +250,13 @@ NARROW = {
     "parameters.missing": "some on a rank",
 }
 """Parameters with gradients of a wider dtype, which some ranks do not have."""
+TINY = {
+    "parameters.dtypes": "three",
+    "parameters.magnitude": "10000.0",
+    "parameters.number": "20 to 30",
+    "max_norm": "of NumPy",
+}
+"""Parameters whose gradients are multiplied by a number that float16 rounds to a few bits."""
 SUBJECTS = [
     on_mesh(
         "gradients.reduce_gradients",
@@ -274,6 +281,7 @@ SUBJECTS = [
         | SITUATIONS,
         partial(axes_of, "stages"),
         clipped,
+        together=(TINY,),
         allowed=("max_norm=infinity", "stages=None"),
     ),
 ]

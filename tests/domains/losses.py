@@ -274,6 +274,7 @@ SUBJECTS = [
         losses,
         allowed=("count=far out", "chunk=far out", "chunk=None"),
         outside={"x": "logits, or with a head hidden states"},
+        together=({"logits.dtype": "bfloat16"}, {"logits.dtype": "float16"}),
     ),
     on_group(
         "loss.next_token_labels",

@@ -194,9 +194,13 @@ def stepping(make: Callable[[Any], Any], usual: Callable[[Any], Any] = torch.opt
     return step
 
 
+def with_foreign(count: int, weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*weights[:1], nn.Parameter(torch.ones(count).double())])
+
+
 COUPLING = torch.optim.Adafactor, torch.optim.Muon
 """Optimizers that compute the update of an element with other elements of its weight."""
-USUAL = partial(torch.optim.AdamW, lr=0.01)
+USUAL, RATED = (partial(torch.optim.AdamW, lr=lr) for lr in (0.01, torch.tensor(0.01)))
 DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "class": partial(torch.optim.Adam, lr=0.01),
     "rate": partial(torch.optim.AdamW, lr=0.02),
@@ -206,7 +210,7 @@ DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "groups": lambda weights: torch.optim.AdamW([{"params": [x]} for x in weights], lr=0.01),
     "tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02)),
 }
-"""Optimizers that differ from the usual one."""
+"""Optimizers that differ from USUAL; that of the tensor differs from RATED."""
 EVERYWHERE: Table = {
     "ring": {
         "an empty sequence": (
@@ -310,19 +314,18 @@ ON_ONE_RANK: Table = {
             f"optimizers that differ in {what}": (
                 sp.CollectiveMismatch,
                 "train_step",
-                stepping(made, USUAL),
+                stepping(made, RATED if what == "tensor rate" else USUAL),
             )
             for what, made in DIFFERENT.items()
         },
-        "an optimizer of a weight and of a parameter like one": (
-            ValueError,
-            "parameters that the model lacks",
-            stepping(
-                lambda weights: torch.optim.SGD(
-                    [{"params": weights[:1]}, {"params": [nn.Parameter(torch.ones(10).double())]}]
-                )
-            ),
-        ),
+        **{
+            f"an optimizer of a weight and of {count} foreign numbers": (
+                ValueError,
+                "parameters that the model lacks",
+                stepping(partial(with_foreign, count)),
+            )
+            for count in (1, 10)
+        },
     },
     "tp": {
         **conversions("tp"),
