@@ -15,6 +15,7 @@ from unittest.mock import DEFAULT, Mock
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given as drawn, strategies as st
 from test_records import GOOD
 from test_scaling import program
@@ -27,7 +28,8 @@ from benchmarks.cases.session import meet
 from benchmarks.cases.setting import NOTHING, Setting
 from benchmarks.contests.contest import Contest
 from benchmarks.machine import fingerprint
-from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of
+from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of, turn
+from benchmarks.worker import THREADS
 from sp_core.testing import spmd
 
 PROGRAM: dict[str, Any] = {name: pkgutil.resolve_name(path) for name, path in PROGRAMS.items()}
@@ -72,6 +74,21 @@ def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(
     assert min(*timing["samples_s"], timing["per_rank_median_s"][-1]) >= SLEEP
     assert len(timing["samples_s"]) == counts.samples
     assert notes == [[{"steps": 1.0}] * counts.samples] * comm.size
+
+
+def test_a_turn_that_fails_leaves_later_ones_their_threads() -> None:
+    usual, seen = torch.get_num_threads(), list[int]()
+
+    def act() -> None:
+        seen.append(torch.get_num_threads())
+        raise ValueError("out of memory")
+
+    try:
+        with pytest.raises(ValueError, match="out of memory"):
+            turn(Mock(), act, threads=THREADS + 1)
+        assert (seen, torch.get_num_threads()) == ([THREADS + 1], THREADS)
+    finally:
+        torch.set_num_threads(usual)
 
 
 @spmd()
