@@ -72,7 +72,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (b"", None, ("--prompt-file", "none")),
         *(
             (TEXT.encode(), TEXT.encode(), asked)
-            for asked in (("--prompt-file", "-"), ("--prompt-file=-",), ("--prompt-f", "-"))
+            for asked in (
+                *(("--prompt-file", "-"), ("--prompt-file=-",), ("--prompt-f", "-")),
+                ("--prompt-file", "none", "--prompt-file", "-"),
+            )
         ),
     ],
 )
