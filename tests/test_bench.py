@@ -68,12 +68,13 @@ def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(
 
         how: Any = {"sync": lambda: None}
         counts = agree(step, comm, SHORT, **how)
-        spans, notes = take(step, comm, counts, note=lambda: {"steps": sum(steps)}, **how)
+        spans, notes = take(step, comm, counts, note=lambda: {"squares": len(steps) ** 2.0}, **how)
     assert comm.allgather((counts, steps)) == [(counts, steps)] * comm.size
     timing = timing_of(spans, counts.inner)
     assert min(*timing["samples_s"], timing["per_rank_median_s"][-1]) >= SLEEP
     assert len(timing["samples_s"]) == counts.samples
-    assert notes == [[{"steps": 1.0}] * counts.samples] * comm.size
+    begins = range(len(steps) - counts.samples * counts.inner, len(steps), counts.inner)
+    assert notes == [[{"squares": 2.0 * n + counts.inner} for n in begins]] * comm.size
 
 
 def test_a_turn_that_fails_leaves_later_ones_their_threads() -> None:
