@@ -15,6 +15,7 @@ from unittest.mock import DEFAULT, Mock
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given as drawn, strategies as st
 from test_records import GOOD
 from test_scaling import program
@@ -27,7 +28,8 @@ from benchmarks.cases.session import meet
 from benchmarks.cases.setting import NOTHING, Setting
 from benchmarks.contests.contest import Contest
 from benchmarks.machine import fingerprint
-from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of
+from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of, turn
+from benchmarks.worker import THREADS
 from sp_core.testing import spmd
 
 PROGRAM: dict[str, Any] = {name: pkgutil.resolve_name(path) for name, path in PROGRAMS.items()}
@@ -66,12 +68,28 @@ def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(
 
         how: Any = {"sync": lambda: None}
         counts = agree(step, comm, SHORT, **how)
-        spans, notes = take(step, comm, counts, note=lambda: {"steps": sum(steps)}, **how)
+        spans, notes = take(step, comm, counts, note=lambda: {"squares": len(steps) ** 2.0}, **how)
     assert comm.allgather((counts, steps)) == [(counts, steps)] * comm.size
     timing = timing_of(spans, counts.inner)
     assert min(*timing["samples_s"], timing["per_rank_median_s"][-1]) >= SLEEP
     assert len(timing["samples_s"]) == counts.samples
-    assert notes == [[{"steps": 1.0}] * counts.samples] * comm.size
+    begins = range(len(steps) - counts.samples * counts.inner, len(steps), counts.inner)
+    assert notes == [[{"squares": 2.0 * n + counts.inner} for n in begins]] * comm.size
+
+
+def test_a_turn_that_fails_leaves_later_ones_their_threads() -> None:
+    usual, seen = torch.get_num_threads(), list[int]()
+
+    def act() -> None:
+        seen.append(torch.get_num_threads())
+        raise ValueError("out of memory")
+
+    try:
+        with pytest.raises(ValueError, match="out of memory"):
+            turn(Mock(), act, threads=THREADS + 1)
+        assert (seen, torch.get_num_threads()) == ([THREADS + 1], THREADS)
+    finally:
+        torch.set_num_threads(usual)
 
 
 @spmd()
@@ -125,12 +143,16 @@ def test_an_end_in_the_middle_loses_nothing(
     """If a launch dies in its second case, the launch of more ranks follows all the same.
 
     After an interruption it does not. The job's folder lies below the checkout, which all nodes
-    share, and is removed.
+    share, and is removed. Records of an earlier run count for nothing.
     """
     out, folders = tmp_path / "records.jsonl", list[Path]()
+    (tmp_path / "sp_core").mkdir()
+    earlier = Setting().record(planned("c", ranks=1)[0], status="missing", reason="none")
+    records.append(out, earlier)
 
     def watch(command: list[str], folder: Path, timeout: float, progress: Any) -> Any:
         job = json.loads((folder / "job.json").read_text())
+        assert job["root"] == str(tmp_path)  # the checkout whose library is measured
         folders.append(folder.relative_to(launching.REPORTS))
         parts = {name: GOOD[name] for name in (*NOTHING, "status", "reason")}
         parts["timing"] = GOOD["timing"] | {"per_rank_median_s": [0.5] * job["ranks"]}
@@ -146,8 +168,8 @@ def test_an_end_in_the_middle_loses_nothing(
     monkeypatch.setattr(launching, "watch", watch)
     plan = {ranks: planned("a", "b", "c", ranks=ranks) for ranks in (1, 2)}
     monkeypatch.setattr(record, "listing", lambda *_: plan)
-    assert record.main(["--out", str(out)]) == 1
-    assert [(r.case.id, r.status, r.reason) for r in records.read(out).records] == told
+    assert record.main(["--out", str(out), "--root", str(tmp_path)]) == 1
+    assert [(r.case.id, r.status, r.reason) for r in records.read(out).records[1:]] == told
     assert not any((launching.REPORTS / folder).exists() for folder in folders)
 
 
@@ -327,17 +349,9 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     """A real launch writes records and rank 0's pytest-benchmark file, and prints the table."""
     out = tmp_path / "bench.jsonl"
-    choice = [
-        "--ranks",
-        "2",
-        "--quick",
-        "--only",
-        "schemes/ring",
-        "--only",
-        "collectives/all_gather",
-        "--out",
-    ]
-    shown, found = program("bench", *choice, str(out)), records.read(out)
+    only = ("--only", "schemes/ring", "--only", "collectives/all_gather")
+    shown = program("bench", "--ranks", "2", "--quick", *only, "--out", str(out))
+    found = records.read(out)
     assert (found.problems, len(found.records)) == ([], 3)
     for one in found.records:
         plain = msgspec.to_builtins(one)

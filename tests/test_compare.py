@@ -19,7 +19,7 @@ from benchmarks import launching
 from benchmarks.compare import command
 from benchmarks.compare.command import commits, sides
 from benchmarks.compare.pairs import coin
-from benchmarks.compare.rule import CODES, Side, cells
+from benchmarks.compare.rule import CODES, SCREEN_PAIRS, Side, cells
 from benchmarks.launching import KEEP_MEMORY, UsageError
 
 pytestmark = pytest.mark.mpi_skip  # no communication
@@ -78,6 +78,12 @@ def broken(stage: str, pair: int, side: str = "head", **more: Any) -> Machine:
             3,
         ),
         (changed(since=5, harness_sha="b" * 64), "mismatch", "the harness is not the same", 3),
+        (
+            changed(since=SCREEN_PAIRS, slower=SLOWER, commit={"sha": "d" * 40}),
+            "mismatch",
+            "the commit of head is not the same",
+            3,
+        ),
         (changed(case={"shape": {"seq": 32}}), "mismatch", "the case is not the same", 3),
         (Machine(cores=1), "oversubscribed", "more ranks than cores", 3),
         (Machine(cores=1, slower={(RING, 2): 2.0}), "oversubscribed", "more ranks than cores", 3),

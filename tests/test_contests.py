@@ -104,9 +104,11 @@ def test_other_rounds_or_code_or_another_machine_are_not_resumed(
         chosen = "computed" if program is growth.growth else "P = 2"
         return program([*more, "--only", chosen, "--resume", "--out", str(out), "--rounds", rounds])
 
-    failed = {"status": "failed", "reason": "it failed"}
-    monkeypatch.setattr(launching, "run", lambda *_: failed)
-    assert again("3") == again("3") == 0
+    run = Mock(return_value={"status": "failed", "reason": "it failed"})
+    monkeypatch.setattr(launching, "run", run)
+    assert again("3") == 0
+    launches = run.call_count
+    assert (again("3"), run.call_count) == (0, 2 * launches)  # a launch that failed is made again
     assert again("4") == 2
     assert "differs in rounds from what" in capsys.readouterr().err
     with monkeypatch.context() as edited:

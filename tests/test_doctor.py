@@ -304,13 +304,13 @@ def test_a_job_of_one_rank_does_not_claim_to_have_measured(
     assert measuring.mock_calls[:-1] == calls * kept * measure
 
 
-def test_an_error_of_some_ranks_that_measure_is_not_explained_by_variables(
-    monkeypatch: pytest.MonkeyPatch, substitute: Any
-) -> None:
-    substitute(doctor, faulthandler=Mock(), _world=lambda: SimpleNamespace(size=2))
+def test_an_error_of_some_ranks_that_measure_is_raised(monkeypatch: Any, substitute: Any) -> None:
+    """Variables do not explain it. The limit of the command holds again."""
+    substitute(doctor, faulthandler=(limit := Mock()), _world=lambda: SimpleNamespace(size=2))
     monkeypatch.setattr("sp_core.measuring.keep", Mock(side_effect=PeerFailed("rank 1 has left")))
     with pytest.raises(PeerFailed, match="rank 1 has left"):
         doctor._constants(measure=True)
+    assert limit.mock_calls == [call.cancel_dump_traceback_later(), LIMIT]
 
 
 def test_the_ranks_that_measure_ignore_the_nodes_of_another_launch(

@@ -85,9 +85,11 @@ def test_one_slow_run_or_two_hide_no_change(places: tuple[int, ...]) -> None:
 def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
     records = runs(3)
     again = [made.again(r, timing=made.timing(2, r.seconds * 3)) for r in records]
+    records[1] = made.again(records[1], transport={"oversubscribed": True})
     (series,) = history.collect([*records, *again])
     wanted: list[Any] = [((r.commit.sha or "")[:10], pytest.approx(2 * r.seconds)) for r in records]
     assert [(point.commit, point.seconds) for point in series.points] == wanted
+    assert [point.doubtful for point in series.points] == [False, True, False]
 
 
 def test_what_cannot_be_compared_is_kept_apart() -> None:

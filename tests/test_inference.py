@@ -71,7 +71,10 @@ def started(monkeypatch: pytest.MonkeyPatch, substitute: Any) -> dict[str, Any]:
         (b"", None, ("--prompt-file", "none")),
         *(
             (TEXT.encode(), TEXT.encode(), asked)
-            for asked in (("--prompt-file", "-"), ("--prompt-file=-",), ("--prompt-f", "-"))
+            for asked in (
+                *(("--prompt-file", "-"), ("--prompt-file=-",), ("--prompt-f", "-")),
+                ("--prompt-file", "none", "--prompt-file", "-"),
+            )
         ),
     ],
 )

@@ -189,11 +189,11 @@ def test_ranks_get_every_argument_as_it_is(capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("ending", ["TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU"])
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(
-    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None])
+def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored_or_handled(
+    ending: str, handler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    number = signal.Signals[f"SIG{ending}"]
+    number, is_default = signal.Signals[f"SIG{ending}"], handler is signal.SIG_DFL
     launch = Mock(run_dir=tmp_path, report=str)
     launch.ended.return_value = None
 
@@ -203,11 +203,11 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(
 
     launch.trouble = trouble
     monkeypatch.setattr(command_module, "Launch", lambda *_: launch)
-    usual = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    usual = signal.signal(number, handler)
     try:
-        with nullcontext() if ignored else pytest.raises(SystemExit, match=str(128 + number)):
+        with pytest.raises(SystemExit, match=str(128 + number)) if is_default else nullcontext():
             command_module.run(1, ["true"], timeout=1)
-        assert signal.getsignal(number) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
+        assert signal.getsignal(number) is handler
     finally:
         signal.signal(number, usual)
     launch.end.assert_called_once_with()

@@ -91,7 +91,7 @@ def test_the_next_process_of_a_rank_is_watched(
     introduce(tmp_path, second)
     assert watch.alive() == {rank: each.pid for rank, each in enumerate(second)}
     assert watch.dead == {}
-    end(second[1:])
+    end(second[::-1])
     assert watch.suspects()[0].startswith("rank 1 died first: killed by SIGKILL")
 
 

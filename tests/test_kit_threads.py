@@ -100,6 +100,9 @@ def test_each_rank_computes_with_one_thread_of_torch() -> None:
         torch.set_num_threads(2)
         assert run_threads(2, lambda _: torch.get_num_threads()) == [1, 1]
         assert torch.get_num_threads() == 2
+        with pytest.raises(ThreadsHung):
+            run_threads(1, lambda _: time.sleep(0.5), timeout=0.1)
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(usual)
 

@@ -170,10 +170,11 @@ def test_the_newest_commit_and_the_head_are_shown_in_full() -> None:
 @pytest.mark.parametrize(("digit", "kept"), [("0", (0, 1)), ("f", (0, 1, 2, 3)), ("f", (2,))])
 def test_all_that_the_newest_run_was_to_measure_is_shown(digit: str, kept: tuple[int, ...]) -> None:
     """Transports differ in the fingerprint; what failed has none. Run 2027 has no times at all."""
-    old, *what = (made.case("schemes", "ring", name, 2) for name in "oabl")
+    old, *what = (made.case("schemes", "ring", name, 2) for name in "oablr")
     other = made.again(made.record(what[1], 0.1), env={"fingerprint": digit * 16})
     lost = made.failed(what[2], "missing", "it died")
-    every = [made.record(what[0], 0.1), other, lost, made.again(lost, run_id="2027")]
+    later = made.again(lost, run_id="2027", case=what[3])
+    every = [made.record(what[0], 0.1), other, lost, later]
     past: Any = {"run_id": "2025", "commit": {"sha": "b" * 40, "dirty": False}}
     ago = [made.again(one, **past) for one in (made.record(old, 0.2), made.failed(old, "oom", "-"))]
     shown = list(newest(derive.by_setting([*ago, *(every[place] for place in kept)])))
@@ -267,20 +268,20 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(
 def test_other_sizes_and_other_harnesses_are_not_mixed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Older records of another size are left out and named, in whatever order they are given.
+    """Older records of another size or mesh are left out and named, in whatever order they are.
 
     One number of ranks is enough: speed-up compares the numbers of ranks.
     """
     small = {"shape": {"batch": 1, "seq": 64}}
     old = [
-        made.record(made.case("schemes", "ring", "zigzag", p, **small), 1e-4, run_id=f"2025-{p}")
-        for p in (1, 2)
+        made.record(made.case("schemes", "ring", "zigzag", p, **what), 1e-4, run_id=f"2025-{n}")
+        for n, (p, what) in enumerate([(2, {"mesh": {"ring": 2}}), (1, small), (2, small)])
     ]
     new = [made.record(made.case("schemes", "ring", "zigzag", p), 0.2 / p) for p in (2, 4)]
     kept, told = derive.comparable([*new, *old])
-    assert [record.key for record in kept] == [record.key for record in new]
+    assert kept == new
     assert told == [
-        "schemes/ring/zigzag: 2 records of another problem than in the newest run are left out."
+        "schemes/ring/zigzag: 3 records of another problem than in the newest run are left out."
     ]
     other = [made.again(record, harness_sha="0" * 64) for record in new]
     groups = derive.by_setting([*new, *other])

@@ -23,6 +23,7 @@ from benchmarks.cases import block
 from benchmarks.cases.setting import BlockSetting
 from benchmarks.records import make_case
 from benchmarks.sample import Counts, makespans, race, take, timing
+from sp_core.launch.deaths import stat
 from sp_core.machine import cores
 from sp_core.testing import run_threads
 
@@ -173,6 +174,20 @@ def test_a_launch_that_fails_says_how(
     launch = launching.Launch(launcher, timeout=0.2 if status == "timeout" else 30.0)
     told = launching.run(2, "nowhere:measure", {}, launch)
     assert (told["status"], told["reason"]) == (status, reason)
+
+
+def test_a_process_ends_with_those_that_it_has_started(tmp_path: Path) -> None:
+    command = ["sh", "-c", "sleep 60 & echo $!; wait"]
+    with (
+        (tmp_path / "output").open("w") as output,
+        launching.process(command, output, tmp_path, os.environ),
+    ):
+        while not (told := (tmp_path / "output").read_text()):
+            time.sleep(0.01)
+    deadline = time.monotonic() + 20
+    while stat(told.strip())[:1] not in ([], ["Z"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.starts_mpi

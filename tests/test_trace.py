@@ -23,6 +23,7 @@ CALLS = (
     ("start ring", 1.1, 10, 2048),
     ("wait ring", 1.2, 1e5, 2048),
     ("run all_reduce", 1.4, 1e4, 10),
+    ("agree control", 1.45, 0, 64),
 )
 
 
@@ -133,7 +134,7 @@ def test_the_timeline_adds_up_what_each_rank_sent_and_waited(tmp_path: Path) -> 
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(merge([profile(0, ahead=0.0)], {"scheme": "<b>"})))
     section = report.read_trace(path)
-    assert section.tables[0].rows == (("0", "500", "110", "22%", "3", "2.01 KiB"),)
+    assert section.tables[0].rows == (("0", "500", "110", "22%", "4", "2.01 KiB"),)
     axes: Any = section.pictures[0].figure.axes[0]
     assert axes.get_xlabel().endswith("(ms)")
-    assert [round(bar.get_width()) for bar in axes.patches] == [500, 10, 0, 100]
+    assert [round(bar.get_width()) for bar in axes.patches] == [500, 10, 0, 100, 0]

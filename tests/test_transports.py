@@ -313,6 +313,22 @@ def test_a_message_may_be_complex(comm: Any, dtype: torch.dtype) -> None:
     assert received.tolist() == [1j + other] * 3
 
 
+@spmd(2)
+def test_a_message_stays_in_its_slot_until_it_is_read(comm: Any) -> None:
+    """Rank 0 sends its second message before rank 1 reads the first one."""
+    window, other, begun, found = Window(comm), 1 - comm.rank, list[Any](), torch.zeros(2)
+    window._announce = lambda what: None  # else the kit waits for the other rank
+    for turn, rank in ((0, 1), (0, 0), (1, 0), (1, 1)):
+        if rank == comm.rank:
+            x, into = torch.tensor([10.0 * turn + rank]), found[turn : turn + 1]
+            begun.append(window.exchange([(other, x)], [(other, into)], 4))
+        comm.Barrier()
+    for handle in begun:
+        wait(handle)
+    assert found.tolist() == [other, 10.0 + other]
+    window.close(together=True)
+
+
 def test_messages_are_announced_and_posted_in_parts_that_mpi_can_count() -> None:
     comm, said = Mock(), list[Any]()
     made = HostTransport(comm, max_count=3)

@@ -60,6 +60,9 @@ def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find(lambda: known.fingerprint) is not None
     assert find(lambda: {"host": "other"}) is None
     assert find(lambda: known.fingerprint, "off") is None
+    monkeypatch.setenv("SP_TUNING", "off")
+    assert find(lambda: known.fingerprint) is None
+    assert find(lambda: known.fingerprint, "auto") is not None  # the argument counts
 
 
 def test_a_write_that_fails_leaves_what_was_there(

@@ -11,7 +11,7 @@ from kit import records as made
 
 from benchmarks.compare.command import measure
 from benchmarks.compare.pairs import build
-from benchmarks.compare.rule import RECORDS, Key, Result, Row, Side
+from benchmarks.compare.rule import RECORDS, SCREEN_PAIRS, Key, Result, Row, Side
 
 Json = dict[str, Any]
 RING, ULYSSES, LAYER = "schemes/ring/forward", "schemes/ulysses/forward", "layers/block/forward"
@@ -29,7 +29,8 @@ class Machine:
         slower: head's time divided by base's, by case and ranks.
         broken: (side, case, ranks, stage, pair) of each record that fails.
         lost: (side, case) of each case that the side does not have.
-        changes: by side, (index, parts). Records of pairs from this index on get these parts.
+        changes: by side, (index, parts). Records of pairs from this index on get these parts. The
+            pairs of "confirm" are counted after those of "screen".
         dead: (side, ranks) whose launches leave no record.
     """
 
@@ -70,7 +71,7 @@ class Machine:
         found = record(case, ranks, seconds, side, pair, factor)
         found["transport"]["oversubscribed"] = ranks > self.cores
         since, change = self.changes.get(side.name, (0, {}))
-        if pair["index"] >= since:
+        if pair["index"] + SCREEN_PAIRS * (pair["stage"] == "confirm") >= since:
             for part, values in change.items():
                 found[part] = {**found[part], **values} if isinstance(values, dict) else values
         return found
