@@ -356,7 +356,8 @@ def check_memory(x: Tensor, name: str, *, is_sent: bool = True) -> None:
         DtypeError: x is a dual tensor, is inside a transform such as torch.func.vmap, is a
             ZeroTensor, or its memory was freed.
     """
-    is_plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    plain = Tensor.__torch_dispatch__
+    is_plain = getattr(type(x), "__torch_dispatch__", plain) is plain
     if not (_has_values(x) if is_plain else not is_sent):
         raise DtypeError(
             f"{name} is a tensor ({type(x).__name__}) without memory that could be sent, or with a "

@@ -157,6 +157,15 @@ def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
     group.assert_called_once_with("store", 1, 4, last)
 
 
+def test_between_machines_gloo_takes_the_interfaces_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none_such")
+    comm, store = cast("Any", SimpleNamespace(rank=0, size=1)), _distributed_c10d.HashStore()
+    with pytest.raises(RuntimeError, match="none_such"):
+        distributed._connected(store, comm, torch.device("cpu"), near=False, limit=SEVEN)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("near", [False, True])
 def test_ranks_find_each_other_at_the_store_of_rank_0(

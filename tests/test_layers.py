@@ -289,16 +289,17 @@ def test_chunks_of_tokens_may_add_up_beyond_float16_in_gradients_of_weights(comm
 @spmd(1, 2)
 def test_a_parameter_that_is_given_twice_counts_once(comm: Any) -> None:
     """Without `tensor` it may have a placement, which is for a single rank."""
-    with sp.Mesh(comm, device=device(), tp=comm.size) as mesh:
+    with sp.Mesh(comm, device=device(), tp=comm.size, one=1) as mesh:
         x = nn.Parameter(torch.zeros(2, device=device()))
         x.grad = torch.tensor([3.0, 4.0], device=device())
         place(x, Placement.replicated((2,), comm.size))
         assert clip_gradient_norm([x, x], 1.0, tensor=mesh["tp"]) == 5.0
         torch.testing.assert_close(x.grad.cpu(), torch.tensor([0.6, 0.8]))
-        y = place(nn.Parameter(torch.zeros_like(x)), Placement.replicated((2,), 1))
-        y.grad = torch.ones((), device=device()).expand(2)  # both share one number in memory
+        linear = nn.Linear(1, 2, bias=False, device=device())
+        (y,) = sp.ColumnParallelLinear.from_linear(linear, comm=mesh["one"]).parameters()
+        y.grad = torch.ones((), device=device()).expand(2, 1)  # both share one number in memory
         reduce_gradients([y, y], data=mesh["tp"])
-        assert y.grad.tolist() == [comm.size] * 2
+        assert y.grad.tolist() == [[comm.size]] * 2
 
 
 @spmd(2, 4)

@@ -206,9 +206,9 @@ def all_reduce_(
         x.
 
     Communication:
-        That of the forward of `all_reduce`. The call needs memory beside x: for "mpi" and for
-        an x that is not contiguous a copy of x, and for "mpi" with "max" or "min" of a floating
-        dtype more than five; for other algorithms the scratch of `sp_core.programs.cost`.
+        That of the forward of `all_reduce`. The call needs memory beside x. "mpi" needs a copy of
+        x, and so does an x that is not contiguous. "mpi" with "max" or "min" of a floating dtype
+        needs more than five copies. Other algorithms need the scratch of `sp_core.programs.cost`.
 
     Raises:
         ValueError: x requires a gradient and gradients are enabled; or x was made in

@@ -2,7 +2,7 @@
 
 `plan_blocks` is the entry point. Most blocks are full or causal, for fused kernels. Partial blocks,
 which need a mask, are kept thin. A run is a non-empty range of positions with a constant step of
-at least 1; a shard of 10^6 tokens usually has a few runs. An index is the place of a token in its
+at least 1. A shard of 10^6 tokens usually has a few runs. An index is the place of a token in its
 shard: i of a query, j of a key. A band lo <= i - j <= hi is the visible pairs between two runs of
 equal step.
 """

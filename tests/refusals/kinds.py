@@ -1,4 +1,4 @@
-"""List calls with values of a wrong kind: tensors without memory, seeds and names that are none."""
+"""List values of a wrong kind, such as tensors without memory, and wrong uses of plans."""
 
 import copy
 from collections.abc import Callable

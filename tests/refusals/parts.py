@@ -1,4 +1,4 @@
-"""List wrong calls of layers with replaced parts, and wrong results of attention inside Ulysses."""
+"""List wrong calls of layers with replaced parts, of attention in Ulysses, and of gradients."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
