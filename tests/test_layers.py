@@ -347,6 +347,19 @@ def test_a_block_reads_no_seed_in_evaluation(comm: Any) -> None:
         assert all(torch.equal(out, wanted) for out in found)
 
 
+@spmd(2)
+def test_scalers_of_summed_gradients_skip_the_same_steps(comm: Any) -> None:
+    with sp.Mesh(comm, dp=2) as mesh:
+        weight = nn.Parameter(torch.ones(1))
+        sgd, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("cpu")
+        scaler.scale((weight * (torch.inf if comm.rank else 1.0)).sum()).backward()
+        reduce_gradients([weight], data=mesh["dp"])
+        scaler.unscale_(sgd)
+        scaler.step(sgd)
+        scaler.update()
+        assert (weight.item(), scaler.get_scale()) == (1.0, 2.0**15)
+
+
 MORE = {
     "yarn, the usual turns": YARN | {"original_max_position_embeddings": 32768, "factor": 40.0},
     "yarn, one weight": YARN | {"mscale": 0.7},
