@@ -156,7 +156,7 @@ class SelfAttention(ReplicatedLayer):
         bias: whether the projections have a bias.
         softcap: bound of the logits, passed to the scheme; none if not given.
         sinks: learn one logit per head that joins every softmax as a key without a value; the
-            parameter `sinks` (H,) starts at 0.
+            parameter `sinks` (H,) starts at 0, and may be changed to another floating dtype.
         alibi: H slopes, passed to the scheme; a logit falls by the slope of its head for each
             position between query and key. None if not given.
         device, dtype: those of the weights.
