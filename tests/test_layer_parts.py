@@ -94,6 +94,21 @@ def test_a_weight_that_is_no_parameter_computes_and_learns_as_one(
             torch.testing.assert_close(found, tuple(sign * x for x in wanted))
 
 
+@spmd(1, 2)
+def test_sinks_may_have_another_dtype_than_the_projections(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        layer = sp.SelfAttention(4, 2, comm=mesh["sp"], sinks=True, dtype=torch.bfloat16)
+        call = partial(layer, sharding=sp.Sharding.contiguous(2 * comm.size, comm.size))
+        x = normal(1, (1, 2, 4), "bfloat16")
+        before = call(x)
+        layer.sinks.data = layer.sinks.data.float()
+        after = call(x)
+        assert torch.equal(after, before)
+        after.sum().backward()
+        with pytest.raises(sp.DtypeError, match=r"bfloat16 and was given torch\.float32"):
+            call(x.float())
+
+
 class Checkpointed(nn.Module):
     """A linear layer that a checkpoint computes again in the backward."""
 

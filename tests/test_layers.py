@@ -336,6 +336,31 @@ def test_an_element_stays_whose_number_is_the_chance() -> None:
     assert sp.dropout(torch.ones(1, 1, 1), number, seed=5, positions=[3]).all()
 
 
+@spmd(2)
+def test_a_block_reads_no_seed_in_evaluation(comm: Any) -> None:
+    with sp.Mesh(comm, device=device(), sp=2) as mesh:
+        block = sp.TransformerBlock(4, 2, comm=mesh["sp"], dropout=0.5, device=device()).eval()
+        call = partial(block, normal(1, (1, 2, 4), "float32").to(device()))
+        wanted, *found = (
+            call(sharding=sp.Sharding.contiguous(4, 2), seed=seed if comm.rank else None)
+            for seed in (None, -1, 2**61, "1")
+        )
+        assert all(torch.equal(out, wanted) for out in found)
+
+
+@spmd(2)
+def test_scalers_of_summed_gradients_skip_the_same_steps(comm: Any) -> None:
+    with sp.Mesh(comm, dp=2) as mesh:
+        weight = nn.Parameter(torch.ones(1))
+        sgd, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("cpu")
+        scaler.scale((weight * (torch.inf if comm.rank else 1.0)).sum()).backward()
+        reduce_gradients([weight], data=mesh["dp"])
+        scaler.unscale_(sgd)
+        scaler.step(sgd)
+        scaler.update()
+        assert (weight.item(), scaler.get_scale()) == (1.0, 2.0**15)
+
+
 MORE = {
     "yarn, the usual turns": YARN | {"original_max_position_embeddings": 32768, "factor": 40.0},
     "yarn, one weight": YARN | {"mscale": 0.7},

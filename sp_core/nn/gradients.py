@@ -171,7 +171,8 @@ def reduce_gradients(
     micro-batches: a second call sums the sums again. Leave out the weights of `TransformerBlock`
     and the other layers of `sp_core.nn.layers`: these layers sum their gradients in backward, over
     their own `comm`. If `comm` lacks axes of the data, such as replicas, call this for these
-    weights, too, with only the axes that `comm` lacks as `data`.
+    weights, too, with only the axes that `comm` lacks as `data`. Call this before `unscale_` of a
+    `torch.amp.GradScaler`.
 
     Args:
         parameters: corresponding parameters, in the same order on every rank; those without

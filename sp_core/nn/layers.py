@@ -156,7 +156,7 @@ class SelfAttention(ReplicatedLayer):
         bias: whether the projections have a bias.
         softcap: bound of the logits, passed to the scheme; none if not given.
         sinks: learn one logit per head that joins every softmax as a key without a value; the
-            parameter `sinks` (H,) starts at 0.
+            parameter `sinks` (H,) starts at 0, and may be changed to another floating dtype.
         alibi: H slopes, passed to the scheme; a logit falls by the slope of its head for each
             position between query and key. None if not given.
         device, dtype: those of the weights.
@@ -359,8 +359,8 @@ class TransformerBlock(nn.Module):
         Args:
             x, sharding: (B, S/P, E), and which rank holds which tokens; as in `SelfAttention`.
             mask: which query sees which key; None takes the mask of the constructor.
-            seed: needed in training mode with dropout, equal on all ranks, 0 <= seed < 2^61. The
-                caller must pass a different seed to each block and in each training step.
+            seed: needed and read only in training mode with dropout; equal on all ranks, and
+                0 <= seed < 2^61. Pass a different one to each block and in each training step.
 
         Communication:
             Four agreements (32-byte all-reduces), for two norms, attention and feed-forward; with
@@ -389,7 +389,7 @@ class TransformerBlock(nn.Module):
 
         def drop(y: Tensor, place: int) -> Tensor:
             positions = sharding.positions(self.comm.rank)
-            return dropout(y, p, seed=2 * int(seed or 0) + place, positions=positions)
+            return dropout(y, p, seed=2 * int(seed or 0) + place, positions=positions) if p else y
 
         return pre_norm(
             x,

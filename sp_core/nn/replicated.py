@@ -105,7 +105,7 @@ class ReplicatedLayer(nn.Module):
                 x,
                 self.comm,
                 f"{kind} of hidden size {self.hidden}",
-                next((w for name, w in held.items() if self._multiplies(name)), x),
+                next((w for n, w in held.items() if n != "sinks" and self._multiplies(n)), x),
                 self.hidden,
                 tokens,
             )
