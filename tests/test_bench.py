@@ -324,8 +324,12 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
 
 
 @starts_processes
-def test_a_run_from_end_to_end(tmp_path: Path) -> None:
-    """A real launch writes records and rank 0's pytest-benchmark file, and prints the table."""
+def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real launch writes records and rank 0's pytest-benchmark file, and prints the table.
+
+    It reads no constants of earlier measurements.
+    """
+    monkeypatch.setenv("SP_TUNING", "/proc/nope")
     out = tmp_path / "bench.jsonl"
     choice = [
         "--ranks",
