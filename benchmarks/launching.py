@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -377,6 +378,8 @@ def main(program: Main) -> None:
 
     A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     from sp_core.launch.command import ENDING  # `ci.append_history` has no sp_core
 
     for ending in ENDING:

@@ -96,7 +96,7 @@ def facts(world: Intracomm, device: "torch.device", mode: str) -> dict[str, Any]
             "mpi": {
                 "vendor": vendor,
                 "version": ".".join(map(str, numbers)),
-                "library": MPI.Get_library_version().split("\n")[0].strip("\0 "),
+                "library": " ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split()),
             },
             "mode": mode,
             "threads": threads,

@@ -7,6 +7,7 @@ calls `MPI_Abort`.
 
 import importlib
 import json
+import os
 import pkgutil
 import sys
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def main(folder: Path) -> None:
     """Run the job that a folder describes; rank 0 writes the record."""
     job = json.loads((folder / "job.json").read_text())
     take_library(Path(job["root"]))
+    os.environ["SP_TUNING"] = "off"  # results must not depend on earlier measurements
     import torch
     from mpi4py import MPI
 

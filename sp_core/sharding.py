@@ -251,7 +251,7 @@ class Sharding(HashedOnce):
         """
         self._check_tokens(x, dim)
         match self.segments[self._checked(rank)]:
-            case (range(step=1) as owned,) if owned and self._is_dense:
+            case (owned,) if owned and self._is_dense and 1 in (owned.step, len(owned)):
                 return x.narrow(dim, owned.start - self._first, len(owned))
         places = self.positions(rank) - self._first
         if not self._is_dense:

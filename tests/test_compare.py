@@ -4,6 +4,7 @@ Worktrees, launches, options and interruptions are tested, too.
 """
 
 import contextlib
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -265,8 +266,9 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, substitute:
     made = Mock(side_effect=["it broke", KeyboardInterrupt])
     plan = {size: [SimpleNamespace(id="a"), SimpleNamespace(id="b")] for size in (1, 2)}
     substitute(command, listing=lambda setting, ranks, root: plan, run_launch=made)
-    options = launching.parse("compare", "", command.OPTIONS, ["main"])
-    bench, out = command.Bench(options, "run"), tmp_path / "records.jsonl"
+    options = launching.parse("compare", "", command.OPTIONS, ["main", "--out", "a b"])
+    bench, out = command.Bench(options), tmp_path / "records.jsonl"
+    assert re.fullmatch(r"20\d{6}T\d{6}Z-\w{6}", bench.setting.run_id)
     side, pair = Side("head", tmp_path, "head", None), {"stage": "screen", "index": 3}
     assert bench.listed(side, [1, 2]) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
     bench.launch(side, 2, ["b"], pair, out)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from kit import records as made
+from mpi4py import MPI
 
 import sp_core as sp
 from benchmarks import machine, records
@@ -304,8 +305,10 @@ def test_a_record_counts_gpus_by_their_uuids_and_has_readings_of_the_one_that_is
         get_device_properties=lambda _: SimpleNamespace(uuid="b"),
         get_device_name=lambda device: "a GPU",
     )
+    substitute(MPI, Get_library_version=lambda: "MPICH Version:\t4.1.2\nMPICH Release date:\t?")
     world = MagicMock(size=2, rank=0, **{"allgather.return_value": list(gpus)})
     found = machine.facts(world, torch.device("cuda", 0), "ipc")
     world.allgather.assert_called_once_with("b")
     assert (found["device"]["count"], found["transport"]["shared_gpu"]) == (count, count < 2)
     assert [found["device"][name] for name in machine.ASKED] == readings
+    assert found["transport"]["mpi"]["library"] == "MPICH Version: 4.1.2"  # a record takes no tab

@@ -139,3 +139,7 @@ def test_a_session_trains_alone_first_and_stops_if_that_fails(
     files = sorted((path.name.partition(".")[0], path.suffix) for path in tmp_path.iterdir())
     made = product(("kept", "planted", "train"), (".json", ".png"))
     assert files == sorted([*made, ("train", ".json")])
+    # one rank alone has a plot, too
+    alone = [*options, "--only", "", "--out", str(tmp_path / "alone.json")]
+    run.side_effect = [good, KeyboardInterrupt, good]
+    assert [train([*alone, *more]) for more in ([], ["--only", "one rank"])] == [130, 0]

@@ -113,9 +113,10 @@ def widths(case: Case) -> tuple[int, int, int]:
 def sent(case: Case, mesh: sp.Mesh) -> int | None:
     """Return the bytes that this rank sends in a step by `sp_core.cost`; None without a formula."""
     owned, mask = (sharding_of(case),) * 2, MASKS[str(case.mask)]
+    around = mesh["ring" if case.scheme == HYBRID else AXIS]
     sizes = cost.Attention(
         *(*owned, mask, case.shape["batch"], *widths(case), dtype_of(case).itemsize),
-        shared=case.transport == WINDOW,
+        shared=case.transport == WINDOW and around.window is not None,
     )
     formula = getattr(cost, case.scheme, None)
     if formula is None:

@@ -77,15 +77,14 @@ class Bench:
 
     Args:
         options: those of `MEASURING`.
-        run_id: the run id of the records.
 
     Raises:
         UsageError: the launcher or the timeout cannot be used.
     """
 
-    def __init__(self, options: argparse.Namespace, run_id: str) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         device = {"device": options.device, "share_gpu": options.share_gpu}
-        self.setting = Setting(run_id=run_id, quick=not options.full, **device)
+        self.setting = Setting(run_id=new_id(), quick=not options.full, **device)
         self.how = Launch(options.launcher, options.timeout, (KEEP_MEMORY,))
         self.plans: dict[str, Plan] = {}
         self.launches = itertools.count()
@@ -131,7 +130,7 @@ def main(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     with sides(*hashes, (options.base, options.head)) as pair:
-        return compare(pair, options, Bench(options, out.name), out).exit_code
+        return compare(pair, options, Bench(options), out).exit_code
 
 
 def compare(
@@ -176,14 +175,18 @@ def compare(
     return result
 
 
+def new_id() -> str:
+    """Return an id that no other run has; it begins with the time."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
 def fresh_folder(wanted: Path | None) -> Path:
     """Return an empty folder for the files of one comparison.
 
     Raises:
         UsageError: the folder is not empty; its files must not be mixed with new records.
     """
-    name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
-    folder = wanted or REPORTS / "compare" / name
+    folder = wanted or REPORTS / "compare" / new_id()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
             f"{folder} is not empty. Pass a new --out, so that no records are lost or mixed."

@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
     out, head = fresh_folder(options.out), commits("HEAD", "HEAD")[1]
 
     def compared(pair: tuple[Side, Side], name: str) -> Result:
-        return compare(pair, options, Bench(options, name), fresh_folder(out / name))
+        return compare(pair, options, Bench(options), fresh_folder(out / name))
 
     names = [f"same-{n}" for n in range(options.same)]
     with sides(head, head, ("HEAD", "HEAD")) as pair:

@@ -181,6 +181,8 @@ def _distances(axes: Any, curve: Mapping[str, Any], runs: Sequence[Record], numb
         ([run["losses"] for run in runs], f"{dtype}, meshes", colour),
         (curve["perturbed"], "one rank, weights 1 ulp away", "black"),
     ):
+        if not losses:  # only one rank was run
+            continue
         apart = np.abs(np.array(losses) - np.array(curve["losses"]))
         shown = np.where(apart > 0, apart, np.nan).T
         axes.plot(shown, color=color, linewidth=0.6, alpha=0.6)[0].set_label(label)
