@@ -145,7 +145,6 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "tokenizer": (lambda x: x is None or hasattr(x, "to_str"), "a Tokenizer, or None"),
     "comm": (
-        # a communicator that is null or freed is false
         lambda x: hasattr(x, "Split") and bool(x) and getattr(x, "is_inter", None) is not True,
         "an intracommunicator of mpi4py that is neither null nor freed, such as MPI.COMM_WORLD; "
         "or, after init_process_group(), a ProcessGroup, a DeviceMesh, or None for all ranks. Call "

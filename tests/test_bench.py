@@ -1,6 +1,5 @@
 """Test the benchmark harness: ranks take the same number of steps, and no record is lost."""
 
-import io
 import json
 import os
 import pkgutil
@@ -29,7 +28,6 @@ from benchmarks.cases.session import meet
 from benchmarks.cases.setting import NOTHING, Setting
 from benchmarks.contests.contest import Contest
 from benchmarks.machine import fingerprint
-from benchmarks.reporting import tables
 from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of, turn
 from benchmarks.worker import THREADS
 from sp_core.testing import spmd
@@ -378,18 +376,6 @@ def test_a_launch_that_takes_too_long_is_ended_by_the_launcher() -> None:
     found = launching.run(1, "nowhere:measure", {}, launching.Launch(timeout=0.5))
     assert found["status"] == "timeout"
     assert found["took_s"] < launching.GRACE_SECONDS  # else the launcher itself would be killed
-
-
-def test_a_terminal_that_is_not_utf_8_gets_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", out := io.TextIOWrapper(io.BytesIO(), "ascii"))
-
-    def program(_: object) -> int:
-        tables.say("\N{HORIZONTAL ELLIPSIS}")
-        return 0
-
-    with pytest.raises(SystemExit, match=r"^0$"):
-        launching.main(program)
-    assert out.buffer.getvalue() == rb"\u2026" + b"\n"
 
 
 @pytest.mark.parametrize("ending", ["TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU"])

@@ -1,7 +1,9 @@
 """Test the contests of growth, documents, balance and shared GPUs: figures, and when they fail."""
 
+import io
 import json
 import os
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +16,7 @@ from benchmarks import launching
 from benchmarks.contests import balance, contest, documents, gpu, growth
 from benchmarks.contests.contest import Contest, Wrong
 from benchmarks.contests.netlab.table import netlab
+from benchmarks.reporting import tables
 from benchmarks.sample import ABSENT, race
 from benchmarks.statistics import Interval
 from sp_core.llama import create
@@ -385,3 +388,16 @@ def test_what_is_shown() -> None:
     shown = str(list(gpu.show({"kind": "cuda", "launches": [good]})))
     for text in ("pipelined", "reached", "device: it says no", "1.50 times as long", "3.000 ms"):
         assert text in shown
+
+
+def test_a_terminal_that_is_not_utf_8_gets_escapes() -> None:
+    def program(_: object) -> int:
+        tables.say("\N{BULLET}")
+        return 0
+
+    with (
+        redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as out,
+        pytest.raises(SystemExit, match="^0$"),
+    ):
+        launching.main(program)
+    assert out.buffer.getvalue() == rb"\u2022" + b"\n"
