@@ -9,13 +9,14 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from torch import Tensor
 
 from sp_core import agreement, observer, progress
 from sp_core.compiling import eager
 from sp_core.counters import Counters
 from sp_core.errors import DeviceError, NotCopied, RankError, short_text
 from sp_core.observer import LEFT_TAG, observer_of
-from sp_core.programs import defaults
+from sp_core.programs import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
 from sp_core.transport.base import Intracomm, Transfer, ensure_flat
@@ -103,6 +104,21 @@ class Communicator(NotCopied):
     def __repr__(self) -> str:
         state = "freed" if self._freed else self.transport.name if self.is_made else "not used yet"
         return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
+
+    def run(self, operation: Operation, call: Callable[[], object]) -> None:
+        """Run a collective by `call`, which `transport.prepare` has made. Count it and its time."""
+        count = self.counters[operation.op]
+        count.add(bytes_sent=operation.bytes_sent)
+        start = time.perf_counter()
+        call()
+        count.seconds += time.perf_counter() - start
+
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Start a collective from `send` into `recv`. Return a handle to pass to `wait`."""
+        self.ensure_open()
+        with self.counters[operation.op].timed() as count:
+            count.add(bytes_sent=operation.bytes_sent)
+            return self.track(self.transport.start(operation, send, recv))
 
     def exchange(
         self, sends: Messages, recvs: Messages, name: str = "exchange", *, longest: int = 0

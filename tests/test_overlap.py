@@ -62,11 +62,11 @@ class Log:
 
     def listen(self, comm: sp.Communicator) -> None:
         """Record the transfers that `comm` starts and waits for. Calls of `prepare` fail."""
-        log, wait, track = self.mine, comm.wait, comm.track
+        transport, log, wait = vars(comm.transport), self.mine, comm.wait
         handles: list[Any] = []
 
-        def started(handle: Any) -> Any:
-            handles.append(track(handle))
+        def started(begin: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            handles.append(begin(*given, **named))
             log.append(("start", len(handles) - 1))
             return handles[-1]
 
@@ -74,8 +74,10 @@ class Log:
             log.extend(("wait", n) for n, other in enumerate(handles) if other is handle)
             wait(handle, name)
 
-        vars(comm.transport)["prepare"] = None
-        comm.track, comm.wait = started, waited  # type: ignore[method-assign]
+        for name in ("start", "exchange"):
+            vars(comm)[name] = functools.partial(started, getattr(comm, name))
+        transport["prepare"] = None
+        comm.wait = waited  # type: ignore[method-assign]
 
 
 def check_order(log: list[tuple[str, int]], pieces: int, per_piece: int, first: int) -> None:

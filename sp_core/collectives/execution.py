@@ -189,30 +189,31 @@ class Library(Ready):
     """
 
     def begin(self, *, once: bool = False) -> Handle:
-        """Begin a run of the collective. `once` changes nothing, because there is no scratch."""
-        comm, operation, count = self.comm, self.operation, self.comm.counters[self.name]
+        """Begin a run of the collective, and return its handle, which `comm.poll` tests.
+
+        `once` changes nothing, because there is no scratch memory.
+        """
+        comm, operation, (send, recv) = self.comm, self.operation, self._buffers
         if operation.op != "shift":
-            count.add(bytes_sent=operation.bytes_sent)
-            return comm.transport.start(operation, *self._buffers)
-        send, recv = self._memory[OWN, Buffer.IN], self._memory[OWN, Buffer.OUT]
+            return comm.start(operation, send, recv)
+        assert send is not None
+        assert recv is not None
         dest, source = ((comm.rank + way * operation.root) % comm.size for way in (1, -1))
         if dest == comm.rank:
-            count.add()
             recv.copy_(send)
-            return comm.transport.exchange([], [])
-        count.add(messages=1, bytes_sent=operation.bytes_sent)
-        return comm.transport.exchange([(dest, send)], [(source, recv)])
+            return comm.exchange([], [], "shift")
+        return comm.exchange([(dest, send)], [(source, recv)], "shift")
+
+    def start(self, *, once: bool = False) -> Handle:
+        """Do what `begin` does, which lets `comm.poll` test the handle."""
+        return self.begin()
 
     def run(self, *, once: bool = False) -> None:
         """Run the collective to its end. `once` changes nothing, because there is no scratch."""
         if self.operation.op == "shift":
-            self.comm.wait(self.start(), self.name)
-            return
-        count, call = self.comm.counters[self.name], self._call
-        count.add(bytes_sent=self.operation.bytes_sent)
-        begun = time.perf_counter()
-        call()
-        count.seconds += time.perf_counter() - begun
+            self.comm.wait(self.begin(), self.name)
+        else:
+            self.comm.run(self.operation, self._call)
 
     @cached_property
     def _call(self) -> Work:
