@@ -32,6 +32,7 @@ OUTSIDE = {
     "llama.Llama.join_weights": "`Decoder` calls it",
     "llama.pipeline.forward": "`Decoder` calls it",
     "loss.check_labels": "`next_token_loss` and training call it",
+    "loss.counted": "`next_token_loss` and pipelines call it",
     "sp-core doctor": "test_doctor.py runs it in processes of its own, with each MPI",
     "sp-core run": "test_kit_launch.py runs it with each MPI",
     "testing": "test_kit_*.py test the kit",
