@@ -357,8 +357,9 @@ def test_cudnn_is_asked_where_torch_itself_asks_it(monkeypatch: pytest.MonkeyPat
         assert asked.pop() == (id(q), id(k), id(v), None, 0.0, True, named)
     wide = torch.empty(1, 4, 2, 136)
     assert not cuda.prefers_cudnn(wide, wide, wide, True, 0.3)
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **named: 1)
-    assert not cuda.prefers_cudnn(q, q, q, False, 0.3)
+    refused = RuntimeError("No available kernel. Aborting execution.")
+    monkeypatch.setattr(torch, "_fused_sdp_choice", MagicMock(side_effect=[1, refused]))
+    assert [cuda.prefers_cudnn(q, q, q, False, 0.3) for _ in range(2)] == [False] * 2
 
 
 def test_the_lse_of_the_cuda_kernels_is_padded() -> None:
