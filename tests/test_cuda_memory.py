@@ -14,6 +14,7 @@ import torch
 import sp_core as sp
 from sp_core import transport
 from sp_core.programs import SLOTS
+from sp_core.scratch import used
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import cuda, cuda_aware, shared
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
@@ -328,6 +329,19 @@ def test_pages_of_the_host_are_provided_in_short_calls(monkeypatch: pytest.Monke
     shared.HOST._extend(0, (5 << 20) + 8)
     pieces = [each.args[1:] for each in provide.call_args_list]
     assert pieces == [*((start << 20, 1 << 20) for start in range(5)), (5 << 20, 8)]
+
+
+def test_memory_that_torch_did_not_allocate_may_be_used_on_any_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With cudaMallocAsync torch refuses to note the stream. Other errors are raised."""
+    monkeypatch.setattr(torch.accelerator, "current_stream", MagicMock())
+    x = MagicMock(device=torch.device("cuda:0"))
+    refused, other = RuntimeError("ptr not found in ptr_info"), RuntimeError("out of order")
+    x.record_stream.side_effect = [refused, other]
+    assert used(x) is x
+    with pytest.raises(RuntimeError, match="out of order"):
+        used(x)
 
 
 def test_a_handle_is_as_long_as_that_of_cuda() -> None:

@@ -133,17 +133,20 @@ def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
     """Return whether torch's `scaled_dot_product_attention` would run cuDNN's kernel on a block.
 
     torch does so on GPUs for which cuDNN has the faster kernel, such as an H200. False for heads of
-    more than CUDNN_HEAD_DIM elements, which cuDNN's backward does not support.
+    more than CUDNN_HEAD_DIM elements, which cuDNN's backward does not support, and if torch would
+    run no kernel.
 
     Args:
         q, k, v, causal, scale: the block, which torch's flash kernel supports too.
     """
+    if q.shape[3] > CUDNN_HEAD_DIM:
+        return False
     gqa = q.shape[1] != k.shape[1]
-    return (
-        q.shape[3] <= CUDNN_HEAD_DIM
-        and torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
-        == CUDNN
-    )
+    try:
+        chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
+    except RuntimeError:  # the caller's `sdpa_kernel` leaves torch no kernel for this block
+        return False
+    return chosen == CUDNN
 
 
 def _no_state(like: Tensor) -> Iterator[Tensor]:

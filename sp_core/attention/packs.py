@@ -32,6 +32,9 @@ ELEMENTS = 2**17
 """The approximate number of elements of q in a pack. Its tensors then fit into the cache."""
 LEAST_BLOCKS = 4
 """The least number of blocks that are packed. Copying fewer blocks into a pack saves no time."""
+MOST_SEQUENCES = 1024
+"""The most sequences of all examples in one call of the flash kernel for CUDA. For each of them its
+backward allocates 128 more rows of dq, in float32. Its grid takes at most 65,535 sequences."""
 
 
 class Side(NamedTuple):
@@ -211,7 +214,8 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
     if on_cpu(q):
         return _packed(blocks, ELEMENTS * q.shape[2] // q.numel())
     kernel = kernels.backend_for(q, "full", logits)
-    return _sequences(blocks) if kernel == "flash_cuda" else (blocks, ())
+    most = max(1, MOST_SEQUENCES // len(q))
+    return _sequences(blocks, most) if kernel == "flash_cuda" else (blocks, ())
 
 
 @lru_cache(maxsize=64)
@@ -233,12 +237,17 @@ def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], 
 
 
 @lru_cache(maxsize=64)
-def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
-    """Make one `Sequences` of causal and one of full blocks; return what `packed` returns."""
+def _sequences(blocks: tuple[Block, ...], most: int) -> tuple[tuple[Block, ...], Packs]:
+    """Make each `Sequences` of up to `most` blocks of one kind; return what `packed` returns."""
     kinds: dict[str, list[Block]] = {"causal": [], "full": []}
     for block in _apart(blocks):
         kinds[block.kind].append(block)
-    many = {kind: found for kind, found in kinds.items() if len(found) >= LEAST_BLOCKS}
+    many = [
+        (kind, part)
+        for kind, found in kinds.items()
+        if len(found) >= LEAST_BLOCKS
+        for part in grouped(found, lambda block: 1, most)
+    ]
     made = (
         Sequences(
             kind == "causal",
@@ -246,9 +255,9 @@ def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
             _joined([block.keys for block in found]),
             (tuple(block.shape[0] for block in found), tuple(block.shape[1] for block in found)),
         )
-        for kind, found in many.items()
+        for kind, found in many
     )
-    return _without(blocks, many.values()), tuple(made)
+    return _without(blocks, [found for _, found in many]), tuple(made)
 
 
 def _joined(parts: Iterable[slice]) -> Tensor:
