@@ -15,7 +15,7 @@ from sp_core import failing
 from sp_core.launch import watch
 from sp_core.testing import agreed
 from sp_core.testing.agreed import Ranks
-from sp_core.testing.session import Session, Tally, collected
+from sp_core.testing.session import Session, Tally
 
 pytestmark = pytest.mark.mpi_skip  # the other ranks are simulated
 
@@ -223,8 +223,6 @@ def test_a_report_fails_on_every_rank_or_on_none(
         more = [] if lost else [(f"{name} on rank 1", text) for name, text in said]
         assert report.sections == [("Captured log call", "mine"), *more]
     assert kit.mock_calls == [call.progress()] * 2
-    with collected(), pytest.raises(TypeError, match="cannot use `subtests`"):
-        next(plugin.pytest_runtest_makereport(item, call_of))
 
 
 def test_a_rank_tells_the_end_of_a_long_output(tmp_path: Path, kit: Mock) -> None:

@@ -216,14 +216,13 @@ def test_what_a_rank_does_to_its_arguments_no_other_rank_and_no_report_sees() ->
     assert_told(text, "long", "@example(nprocs=2, numbers=[0, 0, 0])")
 
 
-@pytest.mark.mpi  # one report is made of those of all ranks
 def test_subtests_are_refused(subtests: Any) -> None:
     @spmd(1)
     def body(comm: Any) -> None:
         with subtests.test():
             comm.barrier()
 
-    assert_told(failure_of(body), "a body that runs on ranks cannot use `subtests`")
+    assert_told(failure_of(body), "a body that runs on ranks cannot use `subtests` or `subTest`")
 
 
 def test_an_assumption_that_fails_on_a_rank_rejects_the_example() -> None:

@@ -18,7 +18,7 @@ from sp_core.launch.results import Ledger
 from sp_core.machine import started_tasks
 from sp_core.testing import requests
 from sp_core.testing.carriers import MpiCarrier
-from sp_core.testing.session import Session, find_shared_gpu, keep_largest, thread
+from sp_core.testing.session import Session, find_shared_gpu, keep_largest
 
 _RESULT_FILES = {
     *("xmlpath", "report_log", "htmlpath"),
@@ -206,15 +206,7 @@ class Ranks:
 
         If a rank has failed, or the outcomes differ, the report fails on every rank. It then has
         the captured output of all ranks that failed.
-
-        Raises:
-            TypeError: the body of an example uses the fixture `subtests`.
         """
-        if getattr(thread, "sink", None) is not None:
-            raise TypeError(
-                "a body that runs on ranks cannot use `subtests`: other ranks would not see a "
-                "subtest that fails. Use plain `assert`, or pytest.mark.parametrize."
-            )
         report: pytest.TestReport = yield
         watch.progress()
         if not self._lost:

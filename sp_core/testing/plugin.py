@@ -178,6 +178,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_runtest_makereport")
+def pytest_refuse_subtests() -> Generator[None, object, object]:
+    """Refuse the report of a subtest in a body that runs on ranks.
+
+    Raises:
+        TypeError: the body uses pytest's `subtests`, or `subTest` of unittest.
+    """
+    if getattr(kit.thread, "sink", None) is not None:
+        raise TypeError(
+            "a body that runs on ranks cannot use `subtests` or `subTest`: other ranks would not "
+            "see a subtest that fails. Use plain `assert`, or pytest.mark.parametrize."
+        )
+    return (yield)
+
+
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
