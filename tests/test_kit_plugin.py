@@ -332,7 +332,7 @@ def test_a_profile_of_a_project_stays_whatever_its_name(
     own = f"s.register_profile({profile!r}, max_examples=7); s.load_profile({profile!r})"
     program = order.format(kit="from sp_core.testing import profiles as p", own=own)
     program = f"from hypothesis import settings as s; {program}"
-    program += "; print(s().max_examples, p.chosen(None).max_examples, p.name(), p.load('soak'))"
+    program += "; print(s().max_examples, p.chosen({}).max_examples, p.name(), p.load('soak'))"
     expected = f"7 7 pr {profile != 'soak'}\n"
     assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, expected)
 

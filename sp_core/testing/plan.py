@@ -36,7 +36,7 @@ else:
     _signature = inspect.signature
 
 __tracebackhide__ = True  # pytest shows no frames of this file
-_SEED, _SETTINGS = "_hypothesis_internal_use_seed", "_hypothesis_internal_use_settings"
+_SEED = "_hypothesis_internal_use_seed"
 _COPIED = (
     _SEED,
     "_hypothesis_internal_use_reproduce_failure",
@@ -315,7 +315,7 @@ def _decorated(
     copied = {name: spec.marks[name] for name in _COPIED if name in spec.marks}
     vars(driver).update(copied, __signature__=inspect.Signature(parameters))
     seed = session.current.seed
-    own = profiles.chosen(spec.marks.get(_SETTINGS), max_examples, seeded=seed is not None)
+    own = profiles.chosen(spec.marks, max_examples, seeded=seed is not None)
     if seed is not None and copied.get(_SEED) is None:
         # each test draws different examples
         driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(driver)
