@@ -70,11 +70,12 @@ def test_an_exit_of_one_rank_ends_the_session() -> None:
     @spmd(2)
     def body(comm: Any) -> None:
         if comm.rank:
-            pytest.exit("not here")
+            pytest.exit("not here", returncode=77)
         comm.barrier()
 
-    with pytest.raises(pytest.exit.Exception, match="not here"):
+    with pytest.raises(pytest.exit.Exception, match="not here") as caught:
         body()
+    assert caught.value.returncode == 77
 
 
 class Exit(Exception):

@@ -214,10 +214,11 @@ def leave(outcomes: Sequence[Outcome]) -> None:
     """Leave the test as all its ranks did by pytest's skip or xfail, or one of them by its exit."""
     skips = [outcome for outcome in outcomes if outcome.kind is Kind.SKIP]
     exits = [outcome for outcome in skips if outcome.type == "Exit"]
-    if exits or len(skips) == len(outcomes):
-        first = (exits or skips)[0]
-        ways: dict[str, Callable[..., NoReturn]] = {"XFailed": pytest.xfail, "Exit": pytest.exit}
-        ways.get(first.type, pytest.skip)(first.message)
+    if exits:
+        pytest.exit(exits[0].message, returncode=exits[0].returncode)
+    if len(skips) == len(outcomes):
+        way: Callable[..., NoReturn] = pytest.xfail if skips[0].type == "XFailed" else pytest.skip
+        way(skips[0].message)
 
 
 def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:
@@ -347,8 +348,7 @@ def sweep(spec: Spec, attempt: Try, sizes: Sequence[Nprocs]) -> None:
     if not fitting:
         least = min(max(ranks_of(size)) for size in sizes) + 1
         pytest.skip(f"needs {least} ranks, the launch has {session.current.world_size}")
-    left: list[BaseException] = []
-    rejected = 0
+    left, rejected = list[BaseException](), 0
     for example in fitting:
         try:
             rejected += Kind.REJECT in attempt(example, "failed with {}")
