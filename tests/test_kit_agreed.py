@@ -15,7 +15,7 @@ from sp_core import failing
 from sp_core.launch import watch
 from sp_core.testing import agreed
 from sp_core.testing.agreed import Ranks
-from sp_core.testing.session import Session, Tally, collected
+from sp_core.testing.session import Session, Tally
 
 pytestmark = pytest.mark.mpi_skip  # the other ranks are simulated
 
@@ -164,6 +164,24 @@ def test_what_a_rank_could_not_do_is_kept_for_the_report(tmp_path: Path, kit: Mo
     assert kit.mock_calls == [*notes, call.progress()]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "expected", "said"),
+    [
+        (POINT, pytest.exit.Exception, "(?s)start of the session.*in use"),
+        ("an error at the start of the session", OSError, "^the port is in use$"),
+    ],
+)
+def test_an_error_at_the_start_of_the_session_reaches_all_ranks(
+    place: str, expected: type[BaseException], said: str, rank: int, tmp_path: Path
+) -> None:
+    plugin = ranks_of(tmp_path, rank, (place, [], None))
+    hook = plugin.pytest_sessionstart()
+    next(hook)
+    with pytest.raises(expected, match=said):
+        hook.throw(OSError("the port is in use"))
+
+
 @pytest.mark.parametrize(
     ("mine", "is_expected", "other", "outcome", "stays"),
     [
@@ -205,8 +223,6 @@ def test_a_report_fails_on_every_rank_or_on_none(
         more = [] if lost else [(f"{name} on rank 1", text) for name, text in said]
         assert report.sections == [("Captured log call", "mine"), *more]
     assert kit.mock_calls == [call.progress()] * 2
-    with collected(), pytest.raises(TypeError, match="cannot use `subtests`"):
-        next(plugin.pytest_runtest_makereport(item, call_of))
 
 
 def test_a_rank_tells_the_end_of_a_long_output(tmp_path: Path, kit: Mock) -> None:
@@ -261,6 +277,18 @@ def test_a_session_ends_with_the_worst_status_and_all_notes(
     assert kit.mock_calls == [call.progress()]
 
 
+@pytest.mark.parametrize(("status", "written"), [(0, "3"), (1, "1")])
+def test_an_error_in_the_summary_of_another_plugin_ends_the_session_regularly(
+    status: int, written: str, tmp_path: Path, kit: Mock
+) -> None:
+    plugin = ranks_of(tmp_path, 0)
+    hook = plugin.pytest_sessionfinish(SimpleNamespace(exitstatus=status))
+    next(hook)
+    with pytest.raises(ValueError, match="too slow"):
+        hook.throw(ValueError("too slow"))
+    assert (tmp_path / watch.RESULT).read_text() == written
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_only_rank_0_writes_to_the_terminal_and_to_files(
@@ -271,18 +299,18 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
         plugin.config.cache = SimpleNamespace(set=written)
     option = plugin.config.option
     option.xmlpath = option.benchmark_json = option.color = option.log_file = "given"
-    option.report_log = option.htmlpath = "given"
+    option.report_log = option.htmlpath = option.benchmark_histogram = "given"
     usual = sys.stdout
     monkeypatch.setattr(sys, "stdout", usual)
     if rank:
         plugin._be_quiet()
         assert sys.stdout.name == "/dev/null"
-        unset = dict.fromkeys(("xmlpath", "benchmark_json", "report_log", "htmlpath"))
-        values = unset | {"color": "given", "log_file": os.devnull}
+        names = ("xmlpath", "benchmark_json", "benchmark_histogram", "report_log", "htmlpath")
+        values = dict.fromkeys(names) | {"color": "given", "log_file": os.devnull}
         assert vars(option) == values | {"basetemp": str(tmp_path / "tmp-rank1")}
         sys.stdout.close()
     (tmp_path / watch.RESULT).touch()  # of an earlier session of this launch
-    plugin.pytest_sessionstart()
+    assert driven(plugin.pytest_sessionstart(), "result") == "result"
     assert sys.stdout is usual
     assert (tmp_path / watch.STARTED).exists()
     assert (tmp_path / watch.RESULT).exists() == bool(rank)

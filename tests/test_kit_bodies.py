@@ -70,11 +70,12 @@ def test_an_exit_of_one_rank_ends_the_session() -> None:
     @spmd(2)
     def body(comm: Any) -> None:
         if comm.rank:
-            pytest.exit("not here")
+            pytest.exit("not here", returncode=77)
         comm.barrier()
 
-    with pytest.raises(pytest.exit.Exception, match="not here"):
+    with pytest.raises(pytest.exit.Exception, match="not here") as caught:
         body()
+    assert caught.value.returncode == 77
 
 
 class Exit(Exception):
@@ -216,14 +217,13 @@ def test_what_a_rank_does_to_its_arguments_no_other_rank_and_no_report_sees() ->
     assert_told(text, "long", "@example(nprocs=2, numbers=[0, 0, 0])")
 
 
-@pytest.mark.mpi  # one report is made of those of all ranks
 def test_subtests_are_refused(subtests: Any) -> None:
     @spmd(1)
     def body(comm: Any) -> None:
         with subtests.test():
             comm.barrier()
 
-    assert_told(failure_of(body), "a body that runs on ranks cannot use `subtests`")
+    assert_told(failure_of(body), "a body that runs on ranks cannot use `subtests` or `subTest`")
 
 
 def test_an_assumption_that_fails_on_a_rank_rejects_the_example() -> None:

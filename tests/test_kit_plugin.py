@@ -35,7 +35,7 @@ def config(limit: str = "0.5", **options: object) -> Any:
 
     return Mock(
         getoption=getoption,
-        getini={"sp_max_error_ratio": limit}.get,
+        getini={"sp_max_error_ratio": limit, "reruns": options.get("reruns_ini")}.get,
         spec=["getoption", "getini", "addinivalue_line", "pluginmanager", "add_cleanup"],
     )
 
@@ -180,6 +180,30 @@ def test_tests_on_ranks_are_not_forked(
     assert ("Leave it out" in str(error)) == bool(is_refused and not rank)
 
 
+@pytest.mark.parametrize(
+    ("options", "mark", "ini"),
+    [
+        ({"reruns": 2}, "", ""),
+        ({"force_reruns": 1}, "", ""),
+        ({"reruns": None}, "flaky", ""),
+        ({"reruns": None}, "", "3"),
+        ({"reruns": 0}, "", ""),
+    ],
+)
+@pytest.mark.parametrize("with_mpi", [True, False])
+@pytest.mark.parametrize("has_plugin", [True, False])
+def test_no_rank_runs_a_test_again(
+    options: dict[str, Any], mark: str, ini: str, *, with_mpi: bool, has_plugin: bool
+) -> None:
+    given = config(with_mpi=with_mpi, reruns_ini=ini, **options)
+    given.pluginmanager.hasplugin = {"rerunfailures": has_plugin}.get
+    item = Mock(obj=None, get_closest_marker={mark: 1}.get)
+    is_refused = with_mpi and has_plugin and (ini or mark or any(options.values()))
+    with pytest.raises(pytest.UsageError) if is_refused else nullcontext() as error:
+        plugin.pytest_collection_modifyitems(given, [item])
+    assert ("-p no:rerunfailures" in str(error)) == bool(is_refused)
+
+
 def test_the_running_test_is_known_by_a_path_from_where_pytest_began(
     current: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +332,7 @@ def test_a_profile_of_a_project_stays_whatever_its_name(
     own = f"s.register_profile({profile!r}, max_examples=7); s.load_profile({profile!r})"
     program = order.format(kit="from sp_core.testing import profiles as p", own=own)
     program = f"from hypothesis import settings as s; {program}"
-    program += "; print(s().max_examples, p.chosen(None).max_examples, p.name(), p.load('soak'))"
+    program += "; print(s().max_examples, p.chosen({}).max_examples, p.name(), p.load('soak'))"
     expected = f"7 7 pr {profile != 'soak'}\n"
     assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, expected)
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 
-from sp_core import transport
+from sp_core import testing, transport
 from sp_core.errors import DeviceError
 from sp_core.testing import profiles, session
 from sp_core.testing.session import Remarks, Session, Tally
@@ -205,8 +205,8 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     settings.register_profile("mine", default, max_examples=7, derandomize=False)
     settings.load_profile(profile)
     try:
-        test = None if own is None else settings(**own)
-        found = profiles.chosen(test, most, seeded=seeded)
+        marks = {} if own is None else {"_hypothesis_internal_use_settings": settings(**own)}
+        found = profiles.chosen(marks, most, seeded=seeded)
     finally:
         settings.load_profile(loaded)
     usual = EXAMPLES.get(profile, 60)
@@ -227,6 +227,20 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
         *(HealthCheck.large_base_example, HealthCheck.function_scoped_fixture),
         *(own or {}).get("suppress_health_check", ()),
     }
+
+
+@pytest.mark.parametrize("own", [None, 9])
+def test_a_profile_that_a_later_module_loads_is_that_of_earlier_tests_too(own: int | None) -> None:
+    loaded, default = settings.get_current_profile_name(), settings.get_profile("default")
+    settings.register_profile("late", default, max_examples=7)
+    settings.load_profile("default")
+    try:
+        test = testing.given(nprocs=1)(lambda comm: None)
+        profiles.allow_fixtures(test if own is None else settings(max_examples=own)(test))
+        settings.load_profile("late")
+        assert profiles.chosen(vars(test)).max_examples == (own or 7)
+    finally:
+        settings.load_profile(loaded)
 
 
 def test_constants_of_the_modules_of_a_project_are_not_drawn(

@@ -18,11 +18,11 @@ from sp_core.launch.results import Ledger
 from sp_core.machine import started_tasks
 from sp_core.testing import requests
 from sp_core.testing.carriers import MpiCarrier
-from sp_core.testing.session import Session, find_shared_gpu, keep_largest, thread
+from sp_core.testing.session import Session, find_shared_gpu, keep_largest
 
 _RESULT_FILES = {
     *("xmlpath", "report_log", "htmlpath"),
-    *("benchmark_json", "benchmark_save", "benchmark_autosave"),
+    *("benchmark_json", "benchmark_save", "benchmark_autosave", "benchmark_histogram"),
 }
 _MOST_SAID = 20_000
 """The most characters of captured output that a rank tells the others, of each kind."""
@@ -115,13 +115,17 @@ class Ranks:
         option.basetemp = str(self._watch.directory / f"tmp-rank{self.rank}")
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  until the terminal reporter has taken it
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionstart(self) -> Generator[None, object, object]:
         """Mark the session as started, and restore the standard output of ranks other than 0.
 
         The result of an earlier session of this launch says nothing about this one.
         pytest's terminal reporter has taken its own stream by now. Ranks other than 0 also stop
         writing to pytest's cache.
+
+        Raises:
+            pytest.exit.Exception: on every rank: another plugin's hook has raised an error on this
+                rank, and not on all.
         """
         (self._watch.directory / watch.STARTED).touch()
         self._watch.enable()  # pytest's faulthandler plugin has redirected it
@@ -132,6 +136,12 @@ class Ranks:
             if (cache := getattr(self.config, "cache", None)) is not None:
                 # ranks may read which tests failed last time, and must read the same
                 vars(cache).update(set=lambda key, value: None)
+        try:
+            return (yield)
+        except BaseException:
+            self._complaints.append(f"left the start of the session:\n{traceback.format_exc()}")
+            self._everyone("an error at the start of the session", None)
+            raise
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         """Note, for the report of a hang, which file or folder this rank collects."""
@@ -196,15 +206,7 @@ class Ranks:
 
         If a rank has failed, or the outcomes differ, the report fails on every rank. It then has
         the captured output of all ranks that failed.
-
-        Raises:
-            TypeError: the body of an example uses the fixture `subtests`.
         """
-        if getattr(thread, "sink", None) is not None:
-            raise TypeError(
-                "a body that runs on ranks cannot use `subtests`: other ranks would not see a "
-                "subtest that fails. Use plain `assert`, or pytest.mark.parametrize."
-            )
         report: pytest.TestReport = yield
         watch.progress()
         if not self._lost:
@@ -312,7 +314,11 @@ class Ranks:
             is_odd = status == pytest.ExitCode.INTERNAL_ERROR and complaints != self._complaints
             if is_odd and self.rank == 0:
                 print(f"rank {rank}:", *complaints, sep="\n", file=sys.__stderr__)
-        result = yield
-        if self.rank == 0:
-            (self._watch.directory / watch.RESULT).write_text(str(int(session.exitstatus)))
-        return result
+        try:
+            return (yield)
+        except BaseException:  # of another plugin, such as a benchmark that is too slow
+            session.exitstatus = session.exitstatus or pytest.ExitCode.INTERNAL_ERROR
+            raise
+        finally:
+            if self.rank == 0:
+                (self._watch.directory / watch.RESULT).write_text(str(int(session.exitstatus)))

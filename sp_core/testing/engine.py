@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 from sp_core.launch import watch
 from sp_core.testing import session
@@ -174,6 +174,7 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Plan) -> Body:
     vars(test).update(
         __signature__=signature(body, drawn),
         sp_core_ranks=True,
+        sp_core_base=settings.default,  # a module that is imported later may load another profile
         # Hypothesis' pytest plugin requires these attributes for @settings and @example
         is_hypothesis_test=True,
         hypothesis=SimpleNamespace(inner_test=test),

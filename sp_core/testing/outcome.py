@@ -74,6 +74,7 @@ class Outcome:
         replayable: whether the example may run again without checks. It may not if a check has
             raised an error, or a call on which all ranks agreed has.
         reusable: whether later examples may use the communicator.
+        returncode: argument of pytest's exit.
     """
 
     kind: Kind
@@ -84,6 +85,7 @@ class Outcome:
     traceback: str = ""
     replayable: bool = True
     reusable: bool = True
+    returncode: int | None = None
 
     def __str__(self) -> str:
         place = f"{short(self.file)}:{self.line}" if self.file else ""
@@ -112,7 +114,8 @@ def capture(error: BaseException | None) -> Outcome:
     name = next(kind for kind in type(root).__mro__ if kind not in (Woken, Mismatched)).__name__
     if isinstance(root, RankFailure):
         name, file, line = getattr(root, "key", (name, file, line))
-    return Outcome(kind, name, shown(root, str), file, line, _traceback(error))
+    code = getattr(root, "returncode", None) if kind is Kind.SKIP else None
+    return Outcome(kind, name, shown(root, str), file, line, _traceback(error), returncode=code)
 
 
 def shown(value: object, how: Callable[[object], str] = repr) -> str:

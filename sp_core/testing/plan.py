@@ -36,7 +36,7 @@ else:
     _signature = inspect.signature
 
 __tracebackhide__ = True  # pytest shows no frames of this file
-_SEED, _SETTINGS = "_hypothesis_internal_use_seed", "_hypothesis_internal_use_settings"
+_SEED = "_hypothesis_internal_use_seed"
 _COPIED = (
     _SEED,
     "_hypothesis_internal_use_reproduce_failure",
@@ -214,10 +214,11 @@ def leave(outcomes: Sequence[Outcome]) -> None:
     """Leave the test as all its ranks did by pytest's skip or xfail, or one of them by its exit."""
     skips = [outcome for outcome in outcomes if outcome.kind is Kind.SKIP]
     exits = [outcome for outcome in skips if outcome.type == "Exit"]
-    if exits or len(skips) == len(outcomes):
-        first = (exits or skips)[0]
-        ways: dict[str, Callable[..., NoReturn]] = {"XFailed": pytest.xfail, "Exit": pytest.exit}
-        ways.get(first.type, pytest.skip)(first.message)
+    if exits:
+        pytest.exit(exits[0].message, returncode=exits[0].returncode)
+    if len(skips) == len(outcomes):
+        way: Callable[..., NoReturn] = pytest.xfail if skips[0].type == "XFailed" else pytest.skip
+        way(skips[0].message)
 
 
 def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:
@@ -315,7 +316,7 @@ def _decorated(
     copied = {name: spec.marks[name] for name in _COPIED if name in spec.marks}
     vars(driver).update(copied, __signature__=inspect.Signature(parameters))
     seed = session.current.seed
-    own = profiles.chosen(spec.marks.get(_SETTINGS), max_examples, seeded=seed is not None)
+    own = profiles.chosen(spec.marks, max_examples, seeded=seed is not None)
     if seed is not None and copied.get(_SEED) is None:
         # each test draws different examples
         driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(driver)
@@ -347,8 +348,7 @@ def sweep(spec: Spec, attempt: Try, sizes: Sequence[Nprocs]) -> None:
     if not fitting:
         least = min(max(ranks_of(size)) for size in sizes) + 1
         pytest.skip(f"needs {least} ranks, the launch has {session.current.world_size}")
-    left: list[BaseException] = []
-    rejected = 0
+    left, rejected = list[BaseException](), 0
     for example in fitting:
         try:
             rejected += Kind.REJECT in attempt(example, "failed with {}")

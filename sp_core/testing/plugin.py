@@ -121,22 +121,41 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         allow_fixtures(getattr(item, "obj", None))
 
 
+def _runs_again(config: pytest.Config, items: list[pytest.Item]) -> bool:
+    """Return whether pytest-rerunfailures is to run tests that fail again."""
+    if not config.pluginmanager.hasplugin("rerunfailures"):
+        return False
+    counts = [config.getoption(name, None) for name in ("reruns", "force_reruns")]
+    with suppress(ValueError):  # older versions have no such setting
+        counts.append(config.getini("reruns"))
+    return any(counts) or any(item.get_closest_marker("flaky") for item in items)
+
+
 @pytest.hookimpl(trylast=True)  # after pytest has left out tests by -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse what tests on ranks cannot bear: pytest-forked, and a launch without `--with-mpi`.
+    """Refuse what tests on ranks cannot bear: other plugins, and a launch without `--with-mpi`.
 
     Raises:
-        pytest.UsageError: pytest-forked is to run a test on ranks, or any test under MPI; or
-            several processes were started without `--with-mpi`, and tests run on ranks.
+        pytest.UsageError: pytest-forked is to run a test on ranks, or any test under MPI;
+            pytest-rerunfailures is to run tests again under MPI; or several processes were started
+            without `--with-mpi`, and tests run on ranks.
     """
+    texts = []
     ours = [item for item in items if _with_mpi(config) or _runs_on_ranks(item)]
     forks = config.getoption("forked", None)  # None without pytest-forked
     if forks is not None and any(forks or item.get_closest_marker("forked") for item in ours):
-        text = (
+        texts.append(
             "pytest-forked (--forked, or the mark forked) was given. The forked process loses what "
             "tests on ranks record, and a rank of MPI must not fork. Leave it out."
         )
-        raise pytest.UsageError(*([] if getattr(kit.current.control, "rank", 0) else [text]))
+    if _with_mpi(config) and _runs_again(config, items):
+        texts.append(
+            "pytest-rerunfailures and --with-mpi cannot be combined: each rank would decide alone "
+            "whether to run a test again. Leave --reruns out. If the ini file or a mark flaky asks "
+            "for it, pass -p no:rerunfailures."
+        )
+    if texts:
+        raise pytest.UsageError(*([] if getattr(kit.current.control, "rank", 0) else texts))
     if _with_mpi(config) or not ours:
         return
     from sp_core.machine import started_tasks
@@ -156,6 +175,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     classes = getattr(item.parent, "nodeid", "").split("::")[1:]
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     kit.current.node_id = "::".join([path, *classes, item.name])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_runtest_makereport")
+def pytest_refuse_subtests() -> Generator[None, object, object]:
+    """Refuse the report of a subtest in a body that runs on ranks.
+
+    Raises:
+        TypeError: the body uses pytest's `subtests`, or `subTest` of unittest.
+    """
+    if getattr(kit.thread, "sink", None) is not None:
+        raise TypeError(
+            "a body that runs on ranks cannot use `subtests` or `subTest`: other ranks would not "
+            "see a subtest that fails. Use plain `assert`, or pytest.mark.parametrize."
+        )
     return (yield)
 
 

@@ -15,6 +15,7 @@ own default counts as not given, such as `@settings(max_examples=100)`.
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -127,15 +128,16 @@ def _differing(own: settings | None, base: settings | None) -> dict[str, Any]:
 
 
 def chosen(
-    own: settings | None, max_examples: int | None = None, *, seeded: bool = False
+    marks: Mapping[str, Any], max_examples: int | None = None, *, seeded: bool = False
 ) -> settings:
     """Return Hypothesis' settings for one test.
 
     Args:
-        own: the test's `@settings`, or None. Values that `own` leaves at Hypothesis' default are
-            taken from the profile. `deadline` always is, because times include waiting for ranks.
-        max_examples: argument of `given`. It overrides `own` and the profile, and is changed by
-            `_grown`.
+        marks: attributes of the test. Values of its `@settings` that equal those of `sp_core_base`,
+            the profile that was loaded when the test was made, are taken from the profile of now.
+            `deadline` always is, because times include waiting for ranks.
+        max_examples: argument of `given`. It overrides `@settings` and the profile, and is changed
+            by `_grown`.
         seeded: whether a seed was asked for. Then the examples are drawn from the seed and not from
             the test's name.
     """
@@ -143,8 +145,8 @@ def chosen(
     values: dict[str, Any] = {}
     if settings.get_profile(settings.get_current_profile_name()) is not profile:
         values = _differing(settings.default, settings.get_profile("default"))
-    if own is not None:
-        values |= _differing(own, settings.default)
+    if (own := marks.get("_hypothesis_internal_use_settings")) is not None:
+        values |= _differing(own, marks.get("sp_core_base", settings.default))
         values["suppress_health_check"] = {*SUPPRESSED, *own.suppress_health_check}
     if max_examples is not None:
         values["max_examples"] = _grown(max_examples, profile.max_examples)
