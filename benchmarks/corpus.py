@@ -28,6 +28,6 @@ def source_files() -> list[bytes]:
 
 
 def source_bytes(count: int) -> bytes:
-    """Return the first `count` bytes of the library's source, repeated if it is too short."""
+    """Return `count` bytes of Python's standard library source, repeated if it is too short."""
     text = b"".join(source_files())
     return (text * -(-count // len(text)))[:count]

@@ -24,7 +24,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    """Return whether `value` is a real number; not a finite one that a float cannot hold."""
+    """Return whether `value` is a real number that `float` can convert."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -334,12 +334,12 @@ def check_gradients(comm: Any, *grads: Tensor | None) -> None:
 
 
 def check_kept(*tensors: Tensor | None) -> None:
-    """Raise `ValueError` if one tensor learns, and one of inference mode is to be kept for it."""
+    """Raise `ValueError` if one tensor requires a gradient and another is an inference tensor."""
     given = [x for x in tensors if x is not None and torch.is_grad_enabled()]
     if any(x.requires_grad for x in given) and any(x.is_inference() for x in given):
         raise ValueError(
-            "a tensor made in torch.inference_mode() was given beside one that requires a "
-            "gradient, whose backward could not use it. Clone it outside of that mode."
+            "a tensor made in torch.inference_mode() was given beside one that requires a gradient."
+            " Autograd cannot save it for backward. Pass x.clone(), called outside of that mode."
         )
 
 
@@ -360,7 +360,7 @@ def check_memory(x: Tensor, name: str, *, is_sent: bool = True) -> None:
     if not (_has_values(x) if is_plain else not is_sent):
         raise DtypeError(
             f"{name} is a tensor ({type(x).__name__}) without memory that could be sent, or with a "
-            "tangent, as in torch.func, forward-mode AD, FakeTensorMode and gradients with "
+            "tangent. Such tensors come from torch.func, forward-mode AD, FakeTensorMode and "
             "is_grads_batched=True. Pass a plain tensor, and compute one gradient at a time."
         )
 

@@ -39,11 +39,10 @@ if TYPE_CHECKING:
 class Mesh(NotCopied):
     """Arrange the ranks of a communicator as a grid with named axes; the last axis varies fastest.
 
-    Use it as a context manager: the communicators that it makes are freed at the end, `comm` is
-    not. If an exception leaves the block on one rank, the other ranks raise `PeerFailed` in waits
-    for messages or shared memory, and in later calls that check arguments between ranks. A forked
-    process may leave the block; this has no effect on the mesh. A generator that is closed inside
-    the block frees nothing, so make the mesh outside of it.
+    Use it as a context manager, which frees the communicators that it makes, but not `comm`. If an
+    exception leaves the block on one rank, the others raise `PeerFailed`. They do so in waits for
+    messages or shared memory, and in calls that check arguments between ranks. A forked process may
+    leave the block without effect. A closed generator frees nothing: make the mesh outside of it.
 
     Args:
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
@@ -84,7 +83,7 @@ class Mesh(NotCopied):
 
     Raises:
         ShapeError: no axis, or sizes whose product is not the size of `comm`.
-        DeviceError: a device or transport that is not there.
+        DeviceError: this machine lacks the device, or the ranks cannot use the transport.
         ValueError: an unknown collective or algorithm; nodes that are not one number per rank;
             constants that cannot be read.
         TypeError: an argument of a wrong type.
@@ -192,7 +191,10 @@ class Mesh(NotCopied):
     def free(self) -> None:
         """Free every communicator of the mesh. All ranks free their meshes in the same order.
 
-        A second call does nothing. RankError: a rank leaves, or makes a different call.
+        A second call does nothing. Communication: one agreement for each communicator.
+
+        Raises:
+            RankError: a rank leaves, or makes a different call.
         """
         if self._freed:
             return
@@ -354,8 +356,8 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
     texts = list(map(str, nodes)) if several else [repr(nodes)]
     if size not in (None, len(texts)) or not all(re.fullmatch(r"\s*-?\d+\s*", x) for x in texts):
         raise ValueError(
-            f"nodes {texts} were given for {size or 'some'} ranks. Pass nodes=, or SP_NODES, with "
-            f"one whole number per rank."
+            f"nodes {texts} were given{f' for {size} ranks' if size else ''}. Pass nodes=, or "
+            "SP_NODES, with one whole number per rank."
         )
     return list(map(int, texts))
 
@@ -392,7 +394,7 @@ def fingerprint(comm: Intracomm | None = None) -> dict[str, str]:
 def _constants(tuning: Tuning | str | Path | None, comm: Intracomm) -> Tuning | None:
     """Return on rank 0 the measured constants that were asked for, if any; on other ranks None."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
-        raise TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
+        raise TypeError(f"tuning={tuning!r} was given; pass a Tuning, a path, 'auto' or 'off'.")
     if comm.rank:
         return None
     return tuning if isinstance(tuning, Tuning) else find(lambda: fingerprint(comm), tuning)

@@ -60,7 +60,7 @@ class Progress:
     def advance(self) -> bool:
         """Drop the agreements in `kept` that are complete. Return whether others are left.
 
-        While another thread of this rank polls, this drops none.
+        If another thread of this rank polls, drop none and return True.
         """
         if not self.lock.acquire(blocking=False):
             return True

@@ -101,14 +101,13 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
 
 
 def fence(*, comm: Communicator) -> None:
-    """Wait until all ranks call this. Then each sees what any rank wrote into shared memory before.
+    """Wait for all ranks, so that each sees what the others wrote into shared memory.
 
     Args:
         comm: the ranks. Every rank calls this.
 
     Communication:
-        One agreement on the call; with shared memory also two flags in that memory, and no
-        agreement if `check="off"`.
+        One agreement. In shared memory also two flags; there `check="off"` skips the agreement.
 
     Raises:
         TypeError: `comm` is no communicator; on this rank.

@@ -234,7 +234,7 @@ class _Parallel:
         check_inputs(given, config, self._grid)
 
     def _unhooked(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the weights that learn, with names, whose gradients do not make `_begin` run."""
+        """Return the trainable weights, with names, whose gradients do not make `_begin` run."""
         return [
             (name, weight)
             for name, weight in self._model.named_parameters()
@@ -242,7 +242,7 @@ class _Parallel:
         ]
 
     def _hook_weights(self) -> None:
-        """Let `_begin` run before a weight that learns gets a gradient."""
+        """Let `_begin` run before a trainable weight gets a gradient."""
         for _, weight in self._unhooked():
             weight.register_hook(self._begin)
 

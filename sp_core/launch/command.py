@@ -284,9 +284,9 @@ def _handled(numbers: Iterable[int], handle: Callable[[int, object], object]) ->
 
 
 def on_ending(handle: Callable[..., object]) -> AbstractContextManager[None]:
-    """Call `handle` for signals that would end this process only, so that it can end the ranks.
+    """Call `handle` on signals in `ENDING`, whose default action would end only the launcher.
 
-    A signal that is ignored, as under `nohup`, stays ignored.
+    `handle` can then end the ranks. Ignored signals, as under `nohup`, stay ignored.
     """
     ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     return _handled(ours, handle)

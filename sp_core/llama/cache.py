@@ -2,7 +2,7 @@
 
 Each sequence has a range of `slot` positions in one common numbering: token t of sequence i has
 position i * slot + t. So sequences of any lengths need no padding, and masks and rotary angles
-follow from positions alone. The room of a sequence is the number of tokens that it may get.
+follow from positions alone. The room of a sequence is the most tokens that it may reach.
 
 Shapes: S new tokens, K key/value heads, D head dim, P sequence ranks, T tensor ranks.
 """
@@ -90,7 +90,7 @@ class Cache:
             if length + len(new) > room:
                 raise ShapeError(
                     f"sequence {number} has {length} tokens and room for {room}; {len(new)} more "
-                    f"were given. Make more room."
+                    "were given. Make the Decoder with a larger `room`."
                 )
         starts = [number * self.slot + length for number, length in enumerate(self.lengths)]
         return [

@@ -116,9 +116,8 @@ def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttent
     def call() -> str:
         if name not in SCHEMES and (name != HYBRID or len(axes) != 2):
             raise ValueError(
-                f"scheme {name!r} was asked for on a mesh with the axes {tuple(mesh.axes)}; there "
-                f"are {sorted(SCHEMES)}, "
-                f"and {HYBRID!r} where the mesh has both {SEQUENCE_AXES}."
+                f"scheme {name!r} was given on a mesh with axes {tuple(mesh.axes)}. Pass one of "
+                f"{sorted(SCHEMES)}; {HYBRID!r} needs both axes {SEQUENCE_AXES}."
             )
         return f"Grid.of(scheme={name!r})"
 

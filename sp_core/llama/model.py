@@ -222,7 +222,8 @@ class Llama(nn.Module):
     def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask, saving: Saving) -> Pass:
         """Return what all layers use in one forward pass over `tokens`; arguments as in `forward`.
 
-        Weights that `join_weights` joined while frozen and that learn now become contiguous again.
+        Weights that `join_weights` joined while frozen become contiguous again if they are
+        trainable now.
         """
         torch.clear_autocast_cache()  # it may have casts of earlier weights, or without gradients
         for x in self.parameters():

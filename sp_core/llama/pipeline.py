@@ -284,8 +284,8 @@ def sum_tied_gradients(model: Llama) -> None:
 
     Communication:
         None if there is one stage or the head is not tied. Else one agreement (32-byte all-reduce)
-        over the stages. Then, if the copies learn, the first and the last stage send each other one
-        message, as large as this rank's part of the embedding.
+        over the stages. Then, if the copies are trainable, the first and the last stage send each
+        other one message, as large as this rank's part of the embedding.
 
     Raises:
         ValueError: on every stage, if only one copy has requires_grad.

@@ -369,7 +369,7 @@ class TransformerBlock(nn.Module):
 
         Raises:
             ValueError, TypeError, CollectiveMismatch: on every rank: dropout with no seed, a wrong
-                one or different ones; or a part that learns and does not sum over `comm`.
+                one or different ones; or a trainable part that does not sum over `comm`.
             ShapeError, DtypeError, DeviceError, RankError: as in `SelfAttention.forward`.
         """
 

@@ -97,7 +97,7 @@ def join(*layers: Weight) -> None:
 
     `project` then needs one product for all of them while no gradients are recorded. On a CPU wide
     matrices of float32 or float64 are laid out by columns if all their weights are frozen: a
-    product with one token reads these 1.2 to 1.9 times as fast. Weights that learn stay contiguous,
+    product with one token reads these 1.2 to 1.9 times as fast. Trainable weights stay contiguous,
     because fused optimizers need that. Values, shapes and names of the parameters do not change.
     """
     sizes, columns = [len(layer.weight) for layer in layers], layers[0].weight.shape[1]
@@ -107,7 +107,7 @@ def join(*layers: Weight) -> None:
     strides = (1, total) if by_columns else (columns, 1)
     if before is not None and before.stride() == strides:
         return
-    # a weight with memory of inference mode could never learn again
+    # a weight with memory of inference mode could never be trained again
     with torch.inference_mode(layers[0].weight.is_inference()):
         whole = like.new_empty_strided((total, columns), strides)
         for layer, part in zip(layers, whole.split(sizes), strict=True):
@@ -266,7 +266,7 @@ class _ParallelLinear(Weight):
     def to_linear(self) -> nn.Linear:
         """Return the whole layer as an `nn.Linear` on every rank. Every rank calls this.
 
-        Weight and bias learn (`requires_grad`) if those of the parts do.
+        Weight and bias require a gradient if those of the parts do.
 
         Communication:
             One 32-byte all-reduce, one all-gather of the weight, and one of a split bias.

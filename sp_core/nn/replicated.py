@@ -30,7 +30,7 @@ class ReplicatedLayer(nn.Module):
 
     Subclasses call `weights` in `forward`, and compute with the tensors that it returns. A linear
     sub-layer may be replaced and may have hooks: `linear` calls it. Parameters of a replaced
-    sub-layer may be missing, and have any dtype if they do not learn. It must not run a reentrant
+    sub-layer may be missing, and have any dtype if they are frozen. It must not run a reentrant
     `torch.utils.checkpoint`, whose backward finds weights of which no gradients are summed.
 
     Args:
@@ -64,7 +64,7 @@ class ReplicatedLayer(nn.Module):
         Returns:
             The layer's parameters by name, and what stands in their place, such as buffers or
             weights that a parametrization computes. Backward sums the gradient of each over the
-            ranks. A parameter that learns and that a replaced sub-layer does not use gets a
+            ranks. A trainable parameter that a replaced sub-layer does not use gets a
             gradient of zeros, not None, on several ranks.
 
         Communication:
@@ -74,7 +74,8 @@ class ReplicatedLayer(nn.Module):
         Raises:
             ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
                 input or weights are wrong.
-            ValueError: on every rank, if x was made in `torch.inference_mode()` and weights learn.
+            ValueError: on every rank, if x was made in `torch.inference_mode()` and weights require
+                a gradient.
             CollectiveMismatch: on every rank, if settings of the layer, shape, dtype or
                 requires_grad of the weights, the dtype or requires_grad of x, autocast, or the
                 sharding differ between ranks.
@@ -210,8 +211,8 @@ def check_summed(layer: nn.Module, comm: Communicator, *names: str) -> None:
     def refuse() -> str:
         kind, part = type(layer).__name__, type(parts[wrong[0]])
         raise TypeError(
-            f"{kind}.{wrong[0]} is a {part.__module__}.{part.__qualname__} with weights that "
-            f"learn, and nothing shows that their gradients are summed over {comm.name}. Pass "
+            f"{kind}.{wrong[0]} is a {part.__module__}.{part.__qualname__} with trainable weights, "
+            f"and nothing shows that their gradients are summed over {comm.name}. Pass "
             "layers with the same comm that inherit from ReplicatedLayer, as RMSNorm does, or "
             "parallel linear layers with a sharding; or freeze the weights."
         )
@@ -221,7 +222,7 @@ def check_summed(layer: nn.Module, comm: Communicator, *names: str) -> None:
 
 
 def _leaves_out(part: nn.Module, comm: Communicator) -> bool:
-    """Return whether a part has weights that learn outside of layers that sum over `comm`."""
+    """Return whether a part has trainable weights outside of layers that sum over `comm`."""
     sums = isinstance(part, ReplicatedLayer) or getattr(part, "lengths", None) is not None
     if "comm" in vars(part) and (comm.size == 1 or (sums and vars(part)["comm"] is comm)):
         return False
@@ -301,7 +302,7 @@ def check_hooks(module: nn.Module, own: object = None) -> None:
 def learning(module: nn.Module) -> str:
     """Return a text that is equal on ranks on which the same weights get gradients."""
     flags = [torch.is_grad_enabled() and weight.requires_grad for weight in module.parameters()]
-    return f"{sum(flags)} of {len(flags)} weights learn #{crc32(bytes(flags)):08x}"
+    return f"{sum(flags)} of {len(flags)} weights get gradients #{crc32(bytes(flags)):08x}"
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

@@ -206,9 +206,10 @@ def balanced(
     """Plan with even loads: all ranks share the longest sequences, each other one goes to one rank.
 
     Sequences that are not shared are assigned longest first, each to the rank with the least load.
-    The greatest load is at most (1 + tolerance) times the mean, or, with few short sequences whose
-    shares are uneven, at most that of sharing every sequence. No sequence is shared if the first
-    bound holds without sharing. Otherwise bisection finds how many are shared.
+    The greatest load is at most (1 + tolerance) times the mean. Uneven shares of few short
+    sequences can miss this bound. Then the load is at most that of sharing every sequence. No
+    sequence is shared if the first bound holds without sharing. Otherwise bisection finds how many
+    are shared.
 
     Args:
         lengths: number of tokens of each sequence, whole numbers.

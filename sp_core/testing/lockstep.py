@@ -143,7 +143,7 @@ class Lockstep:
         self.forget()
 
     def forget(self) -> None:
-        """Reset the counts of calls and messages of an example, which may differ over ranks."""
+        """Forget the last example's calls, messages and errors. Ranks may hold different ones."""
         self.calls = 0
         self.sent: list[Message] = []
         self.received: list[Message] = []

@@ -307,7 +307,7 @@ ON_ONE_RANK: Table = {
         **{
             f"a part {name} of a block{' with dropout' * bool(given)} from torch": (
                 TypeError,
-                f"TransformerBlock.{name} is a torch.nn.modules.{text} with weights that learn",
+                f"TransformerBlock.{name} is a torch.nn.modules.{text} with trainable weights",
                 blocked(part, name, **given),
             )
             for given in ({}, {"dropout": 0.5})

@@ -166,7 +166,7 @@ def frozen() -> dict[str, Row]:
     rows: dict[str, Row] = {
         f"{name} with another layer frozen": (
             sp.CollectiveMismatch,
-            "weights learn",
+            "weights get gradients",
             freeze(CALLS[name][0]),
         )
         for name in ("a forward", "a backward", "a training step", "a pipeline")
