@@ -18,7 +18,7 @@ from sp_core.scratch import used
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import cuda, cuda_aware, shared
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
-from sp_core.transport.shared import Rooms
+from sp_core.transport.shared import Regions
 from sp_core.transport.window import Window
 
 CPU = torch.device("cpu")
@@ -310,15 +310,15 @@ def test_one_rank_of_a_machine_tries_memory_of_a_device(substitute: Any) -> None
 
 @spmd(2)
 def test_a_room_that_is_large_enough_stays(comm: Any) -> None:
-    rooms, specs = Rooms(comm, 1), [((64,), torch.uint8)]
-    places = [rooms.enter(specs)[0].data_ptr() for _ in range(2)]
+    regions, specs = Regions(comm, 1), [((64,), torch.uint8)]
+    places = [regions.enter(specs)[0].data_ptr() for _ in range(2)]
     assert places[0] == places[1]
 
 
 def test_a_room_is_memory_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = MagicMock(wraps=shared.demand)
     monkeypatch.setattr(shared, "demand", counted)
-    run_threads(3, lambda comm: Rooms(comm, 1).enter([((shared.ALIGNMENT,), torch.uint8)]))
+    run_threads(3, lambda comm: Regions(comm, 1).enter([((shared.ALIGNMENT,), torch.uint8)]))
     assert sorted(each.args[2] for each in counted.call_args_list) == [0, 0, shared.ALIGNMENT]
 
 

@@ -23,7 +23,7 @@ from sp_core.schemes import SCHEMES, problem
 from sp_core.schemes.in_place import SharedSums, is_read
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport import Window, shared
-from sp_core.transport.shared import HostMemory, Offer, Rooms
+from sp_core.transport.shared import HostMemory, Offer, Regions
 
 pytestmark = pytest.mark.usefixtures("short_slots", "dawdling")
 PLAIN = AttentionProblem(
@@ -48,7 +48,7 @@ def dawdling(substitute: Any) -> None:
 
         return dawdle
 
-    substitute(Rooms, enter=late(Rooms.enter))
+    substitute(Regions, enter=late(Regions.enter))
     plain = vars(problem)
     substitute(problem, **{name: late(plain[name]) for name in ("attend", "attend_backward")})
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from sp_core.communicator import Communicator
 from sp_core.schemes.problem import Block, Problem
 from sp_core.transport import Done, Handle, Window, wait
-from sp_core.transport.shared import Rooms, Spec
+from sp_core.transport.shared import Regions, Spec
 
 
 def may_share(comm: Communicator, op: str) -> bool:
@@ -48,8 +48,8 @@ def is_read(comm: Communicator, op: str) -> bool:
         comm: the communicator of the ranks.
         op: name of the collective that would send the tensors otherwise, such as "shift".
     """
-    has_rooms = comm.window is not None and comm.window.has_rooms
-    return comm.size > 1 and has_rooms and may_share(comm, op)
+    has_regions = comm.window is not None and comm.window.has_regions
+    return comm.size > 1 and has_regions and may_share(comm, op)
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block]]:
@@ -88,17 +88,17 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], H
         handle that completes when every rank has written.
     """
     comm, window = problem.comm, _window(problem)
-    room = _enter(window.blocks, _rooms(k, problem), comm)
+    region = _enter(window.blocks, _specs(k, problem), comm)
     mine = problem.shown.of(comm.rank)
     writes = [
-        partial(into.copy_, x[:, mine]) for into, x in zip(room[comm.rank], (k, v), strict=True)
+        partial(into.copy_, x[:, mine]) for into, x in zip(region[comm.rank], (k, v), strict=True)
     ]
     what = f"blocks of {problem.kv_sharding.fingerprint} in place"
     wait(window.start([writes], what), comm.poll, comm.look)
-    return room, _fence(problem)
+    return region, _fence(problem)
 
 
-def _rooms(like: Tensor, problem: Problem) -> list[Spec]:
+def _specs(like: Tensor, problem: Problem) -> list[Spec]:
     """Return shape and dtype of a block, in one tensor, of the keys of each rank that others see.
 
     `like` is any tensor (B, *, K, D) of their dtype.
@@ -138,11 +138,11 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
     comm, window, sharding = problem.comm, _window(problem), problem.kv_sharding
     batch, _, heads, head_dim = k.shape
     shape = (2, batch, heads, sharding.seq_len, head_dim)
-    (room,) = _enter(window.blocks, [(shape, k.dtype)], comm)
+    (region,) = _enter(window.blocks, [(shape, k.dtype)], comm)
     ranges = sharding.sorted_ranges(comm.rank)
     writes = [
         partial(into[:, :, place.start : place.stop].copy_, part)
-        for into, x in zip(room, (k, v), strict=True)
+        for into, x in zip(region, (k, v), strict=True)
         for place, part in zip(
             ranges, x.detach().transpose(1, 2).split(list(map(len, ranges)), 2), strict=True
         )
@@ -153,9 +153,9 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
         length for rank, length in enumerate(sharding.lengths) if length and rank != comm.rank
     ]
     comm.counters["all_gather"].add(
-        messages=len(others), bytes_sent=sum(others) * room[..., :1, :].nbytes
+        messages=len(others), bytes_sent=sum(others) * region[..., :1, :].nbytes
     )
-    return room
+    return region
 
 
 class SharedSums:
@@ -209,7 +209,7 @@ class SharedSums:
         Gradients of keys that other ranks see are summed in shared memory.
         """
         problem, rank = self._problem, self._problem.comm.rank
-        self._sums = _enter(_window(problem).sums, _rooms(self._like, problem), problem.comm)
+        self._sums = _enter(_window(problem).sums, _specs(self._like, problem), problem.comm)
         length = problem.kv_sharding.local_len(rank)
         self._mine = zeros(self._like, length) if own is None else own
         return [
@@ -245,9 +245,9 @@ def _window(problem: Problem) -> Window:
     return problem.comm.window
 
 
-def _enter(rooms: Rooms, specs: Sequence[Spec], comm: Communicator) -> list[Tensor]:
+def _enter(regions: Regions, specs: Sequence[Spec], comm: Communicator) -> list[Tensor]:
     """Return tensors in the next region of shared memory. All ranks agree before a new one."""
-    return rooms.enter(specs, lambda: comm.agree_on(lambda: f"new shared memory of {comm.name}"))
+    return regions.enter(specs, lambda: comm.agree_on(lambda: f"new shared memory of {comm.name}"))
 
 
 def _fence(problem: Problem) -> Handle:

@@ -2,7 +2,7 @@
 
 `share` makes such memory: each rank allocates one part and maps the parts of all others. `demand`
 does the same, but raises `RankError` if it cannot. `HostMemory` allocates and maps host memory; the
-module `cuda` has the classes for a device. `Rooms` reuses shared memory for many tensors.
+module `cuda` has the classes for a device. `Regions` reuses shared memory for many tensors.
 
 Host memory has no name in any file system. The owner makes the memory (`memfd_create`), and the
 other ranks open it through the owner's `/proc` entry. However a program ends, nothing is left
@@ -37,7 +37,7 @@ ORDERED = ("x86_64", "amd64", "i686", "i386")
 
 On other processors a rank might see a flag before the data that were written ahead of it."""
 ALIGNMENT = 128
-"""Tensors of `Rooms` begin at multiples of so many bytes: cores fetch cache lines in pairs."""
+"""Tensors of `Regions` begin at multiples of so many bytes: cores fetch cache lines in pairs."""
 NONCE_BYTES = 8
 """Bytes at the end of each rank's part. They hold a random number (nonce).
 
@@ -337,14 +337,14 @@ def _copy(memory: HostMemory, into: Tensor, part: Tensor) -> None:
     wait(memory.launch([memory.copying(into, part)]))
 
 
-class Rooms:
-    """Hold a few regions (rooms) of shared memory, which successive uses take in turn.
+class Regions:
+    """Hold a few regions of shared memory, which successive uses take in turn.
 
     In one use every rank calls `enter` and writes its part of the region. Then the rank waits for
     all ranks (a fence, which the caller makes), and reads the other parts. With two regions no rank
     waits until the others have read:
 
-        use     room
+        use     region
         1       0       write, fence, read
         2       1                           write, fence, read
         3       0                                               write
@@ -360,7 +360,7 @@ class Rooms:
 
     def __init__(self, comm: Intracomm, number: int) -> None:
         self._comm = comm
-        self._rooms = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(number)]
+        self._regions = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(number)]
         self._uses = count()
 
     def enter(self, specs: Sequence[Spec], arrive: Work = lambda: None) -> list[Tensor]:
@@ -379,19 +379,19 @@ class Rooms:
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-        number = next(self._uses) % len(self._rooms)
-        if self._rooms[number].numel() < starts[-1]:  # tensors keep the old one
+        number = next(self._uses) % len(self._regions)
+        if self._regions[number].numel() < starts[-1]:  # tensors keep the old one
             arrive()
             nbytes = starts[-1] if self._comm.rank == 0 else 0
-            self._rooms[number] = demand(self._comm, HOST, nbytes)[0]
+            self._regions[number] = demand(self._comm, HOST, nbytes)[0]
         return [
-            shaped(self._rooms[number][start:], shape, dtype)
+            shaped(self._regions[number][start:], shape, dtype)
             for (shape, dtype), start in zip(specs, starts, strict=False)
         ]
 
     def clear(self) -> None:
         """Drop all regions. Memory in which a tensor still lies is freed with that tensor."""
-        self._rooms = [torch.empty(0, dtype=torch.uint8, device="cpu")] * len(self._rooms)
+        self._regions = [torch.empty(0, dtype=torch.uint8, device="cpu")] * len(self._regions)
 
 
 def shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -42,7 +42,7 @@ from sp_core.transport.shared import (
     GROWING,
     HOST,
     HostMemory,
-    Rooms,
+    Regions,
     Work,
     demand,
     give_back,
@@ -105,10 +105,10 @@ class Window:
 
     Attributes:
         memory: as given; its `copying` makes the copies of a step.
-        has_rooms: whether `blocks` and `sums` can be used. On a device they cannot, because only
+        has_regions: whether `blocks` and `sums` can be used. On a device they cannot, because only
             the window's own copies are in order there.
-        blocks: two regions, used in turn (`Rooms`), for tensors that all ranks read in place.
-        sums: one region (`Rooms`) for sums to which one rank after the other adds.
+        blocks: two regions, used in turn (`Regions`), for tensors that all ranks read in place.
+        sums: one region (`Regions`) for sums to which one rank after the other adds.
         slots: for each rank its slots, as one uint8 vector. A single rank has none: its vector has
             8 unused bytes. The list is empty after `close`.
         slot_bytes: bytes of one slot.
@@ -127,8 +127,8 @@ class Window:
         in_order: Callable[[Callable[[], object]], Handle] = at_once,
     ) -> None:
         self.slot_bytes = 8 * max((slot_bytes or SLOT_BYTES) // 8, comm.size)
-        self._comm, self.memory, self.has_rooms = comm, memory, memory is HOST
-        self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
+        self._comm, self.memory, self.has_regions = comm, memory, memory is HOST
+        self.blocks, self.sums = Regions(comm, 2), Regions(comm, 1)
         flags = [part.numpy().data.cast("q") for part in share(comm, HOST, FLAG_BYTES)]
         slots = SLOTS * self.slot_bytes * (comm.size > 1)
         self.slots = share(comm, GROWING if memory is HOST else memory, slots)
