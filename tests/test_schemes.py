@@ -292,6 +292,6 @@ def test_allocations_of_k_and_v_are_told_apart_however_many_there_are() -> None:
     """Ranks with equal numbers read k and v in place. Here a tensor is its allocation's number."""
     comm: Any = SimpleNamespace(window=SimpleNamespace(number=int))
     places = [torch.tensor(number) for number in (0, 1, 2, 255, 256, 258, 1 << 16, (1 << 31) - 1)]
-    homes = {problem._home((k, v), comm) for k, v in product(places, repeat=2)}
-    assert len(homes) == len(places) ** 2
-    assert min(homes) >= 0
+    numbers = {problem._memory_id((k, v), comm) for k, v in product(places, repeat=2)}
+    assert len(numbers) == len(places) ** 2
+    assert min(numbers) >= 0

@@ -53,7 +53,7 @@ class _Place:
     Attributes:
         rank: the rank whose sends, receives and additions are listed.
         groups: for each node, the ranks on it, in ascending order.
-        home: index of this rank's node in `groups`.
+        own: index of this rank's node in `groups`.
         mates: the ranks on the node of this rank, ascending, with this rank among them.
         lanes: for each lane, its range of the vector.
     """
@@ -64,8 +64,8 @@ class _Place:
         self.groups = tuple(
             tuple(r for r in range(t.size) if nodes[r] == node) for node in dict.fromkeys(nodes)
         )
-        self.home = next(n for n, group in enumerate(self.groups) if t.rank in group)
-        self.mates = self.groups[self.home]
+        self.own = next(n for n, group in enumerate(self.groups) if t.rank in group)
+        self.mates = self.groups[self.own]
         self.lanes = spans(split_sizes(t.elements, max(map(len, self.groups))))
 
     def carrier(self, lane: int, node: int) -> int:
@@ -74,7 +74,7 @@ class _Place:
         In the ring of nodes, that node comes `node` nodes after this rank's node; or before it if
         `node` is negative.
         """
-        group = self.groups[(self.home + node) % len(self.groups)]
+        group = self.groups[(self.own + node) % len(self.groups)]
         return group[lane % len(group)]
 
     def carried_by(self, rank: int) -> range:
@@ -137,7 +137,7 @@ def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
         place: the nodes and lanes.
         slots: for each lane of this rank, the element of scratch at which its addends begin.
     """
-    number, home = len(place.groups), place.home
+    number, own = len(place.groups), place.own
     have = out if len(place.mates) > 1 else inp
     parts = {
         lane: spans(split_sizes(len(place.lanes[lane]), number), place.lanes[lane].start)
@@ -146,7 +146,7 @@ def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
     steps = []
     for k in range(number - 1):
         going, coming = (
-            {lane: parts[lane][(home - k - behind) % number] for lane in parts} for behind in (1, 2)
+            {lane: parts[lane][(own - k - behind) % number] for lane in parts} for behind in (1, 2)
         )
         landed = {lane: tmp(slots[lane], len(coming[lane])) for lane in parts}
         sums = tuple(
@@ -156,7 +156,7 @@ def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
         steps.append(_passed_on(place, {lane: sent(going[lane]) for lane in parts}, landed, sums))
     for k in range(number - 1):
         sends, receives = (
-            {lane: out(parts[lane][(home - k - behind) % number]) for lane in parts}
+            {lane: out(parts[lane][(own - k - behind) % number]) for lane in parts}
             for behind in (0, 1)
         )
         steps.append(_passed_on(place, sends, receives))

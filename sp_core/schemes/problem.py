@@ -166,10 +166,10 @@ def agree(
         _check_lengths(q, k, problem)
         problem = replace(problem, logits=Logits.of(q, softmax_scale=softmax_scale, **terms))
         arguments.check_kept(q, k, v, problem.logits.sinks)
-        return _home((k, v), comm)
+        return _memory_id((k, v), comm)
 
-    homes = comm.agree_on(lambda: _signature(name, (q, k, v), problem, return_lse), check)
-    return replace(problem, resident=min(homes) == max(homes) >= 0)
+    numbers = comm.agree_on(lambda: _signature(name, (q, k, v), problem, return_lse), check)
+    return replace(problem, resident=min(numbers) == max(numbers) >= 0)
 
 
 def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, return_lse: bool) -> str:
@@ -189,7 +189,7 @@ def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, return_
     )
 
 
-def _home(kv: Block, comm: Communicator) -> int:
+def _memory_id(kv: Block, comm: Communicator) -> int:
     """Return a number >= 0 that identifies the shared-memory allocations of k and of v.
 
     Return a number < 0 if k or v is not at the start of such memory, or if saved-tensor hooks may
