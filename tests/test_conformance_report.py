@@ -281,7 +281,10 @@ def test_planted_faults_are_where_columns_compute(data: Any) -> None:
 
 
 def test_a_column_is_of_the_adapter_that_is_committed(data: Any) -> None:
-    """This holds for runs that recorded their commit. An adapter that changes needs a new run."""
+    """Each column of the report was made with the adapter of this commit.
+
+    Change an adapter, and its column must be run again. Columns without a commit are left out.
+    """
     told = {column["name"]: column for column in data["libraries"] if column["run"].get("commit")}
     assert not any(column["run"]["commit"]["dirty"] for column in told.values())
     wanted = {name: report.digest(named(name)) for name in told}

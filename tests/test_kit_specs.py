@@ -64,7 +64,7 @@ The number of bytes stands for bytes that do not lie next to each other.
 
 
 def wanted(spec: Any, form: str, n: int, size: int, kind: str, *, gaps: bool = False) -> Meaning:
-    """Return the meaning of a specification, by what mpi4py moves."""
+    """Return the meaning of a specification, computed from the bytes that mpi4py moves."""
     parts = moved(spec, form, n)
     if parts is None or any(OTHER in part for part in parts):
         return None

@@ -261,7 +261,7 @@ def test_an_exit_aborts_all_ranks_of_a_program_that_has_failed(
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, substitute: Callable[..., None]) -> list[object]:
-    """Let a test run programs; return what they note, and the codes with which they end ranks."""
+    """Replace exits and notes; return the list that records them."""
     found: list[object] = []
     substitute(watch, abort_at_exit=found.append, note=found.append)
     substitute(sys, argv=[], path=[*sys.path])

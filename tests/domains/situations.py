@@ -35,7 +35,10 @@ AXES = {
 
 
 def situations(*carried: str) -> dict[str, Parts]:
-    """Return the domain of a call's situation; `carried` names further transports of a CPU."""
+    """Return the domain of transport, algorithm, check, number of the call and lateness.
+
+    `carried` adds CPU transports.
+    """
     carriers = [f"carried {name}" for name in carried]
     on_cpu, others = ("window", "auto", "host", "distributed", *carriers), offered(device().type)
     return {

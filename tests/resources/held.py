@@ -68,8 +68,8 @@ def held(comm: Any) -> Counter[str]:
 def counts(comm: Any, kind: str) -> bool:
     """Return whether `held` counts a kind on this rank.
 
-    Only the kit's communicators know the communicators made from them. Malloc's memory is counted
-    without them, because their records grow in every call.
+    Communicators are counted only on the kit's. Memory is counted only on others, because the
+    kit's records grow.
     """
     if kind == COMMUNICATORS:
         return isinstance(comm, LockstepComm)
