@@ -42,7 +42,7 @@ class Mesh(NotCopied):
     Use it as a context manager, which frees the communicators that it makes, but not `comm`. If an
     exception leaves the block on one rank, the others raise `PeerFailed`. They do so in waits for
     messages or shared memory, and in calls that check arguments between ranks. A forked process may
-    leave the block without effect. A closed generator frees nothing: make the mesh outside of it.
+    leave the block without effect. A generator closed in it frees nothing: make the mesh outside.
 
     Args:
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
