@@ -189,9 +189,9 @@ class Mesh(NotCopied):
         return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(self.axes))
 
     def free(self) -> None:
-        """Free every communicator of the mesh. All ranks free their meshes in the same order.
+        """Free every communicator of the mesh, after one agreement for each.
 
-        A second call does nothing. Communication: one agreement for each communicator.
+        All ranks free their meshes in the same order. A second call does nothing.
 
         Raises:
             RankError: a rank leaves, or makes a different call.

@@ -127,7 +127,7 @@ EVERYWHERE: Table = {
         ),
         "a scheme without its axes": (
             ValueError,
-            "scheme 'hybrid' was asked for",
+            "scheme 'hybrid' was given on a mesh",
             lambda mesh, here: Grid.of(mesh, "hybrid"),
         ),
         **{
