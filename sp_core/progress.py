@@ -54,6 +54,7 @@ class Progress:
         Other ranks may need them, and this rank need not wait for them.
         """
         self.kept += questions
+        self._hold()
         if self.advance():
             self.add(self)
 
@@ -83,7 +84,9 @@ class Progress:
 
     def _hold(self) -> None:
         if self.held is not None:
-            (self.held.add if self.kept or self.lost else self.held.discard)(self)
+            self.held.discard(self)
+            if self.kept or self.lost:  # another thread may have added some meanwhile
+                self.held.add(self)
 
     def settle(self, seconds: float) -> None:
         """Complete the agreements in `kept` before this program ends: other ranks may need them.
@@ -115,6 +118,8 @@ class Progress:
             for source in [*self._busy]:
                 if not source.advance():
                     self._busy.pop(source, None)
+            if self.kept:  # another thread may have added some after `advance`
+                self.add(self)
         finally:
             self.lock.release()
 
@@ -145,7 +150,7 @@ class Locked:
 def _goes_on(question: Any) -> bool:
     try:
         return not question.test()
-    except Exception:  # noqa: BLE001  # gloo's connections are closed, or the communicator is freed
+    except RuntimeError:  # gloo's connections are closed, or the communicator is freed
         return False
 
 

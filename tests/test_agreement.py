@@ -1,5 +1,6 @@
 """Test the errors of ranks whose calls differ or fail, word by word."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, repeat
 from threading import Event
@@ -237,6 +238,17 @@ def test_an_interrupted_agreement_of_a_mesh_outlives_the_call() -> None:
         assert mine.kept == []
 
     run_threads(2, body)
+
+
+def test_an_agreement_that_is_kept_while_another_thread_polls_is_tested_later() -> None:
+    found, question = progress.Progress(), Mock(**{"test.return_value": True})
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(found.lock.acquire).result()
+        found.keep([question])
+        assert (found.kept, found.idle, question.test.called) == ([question], False, False)
+        thread.submit(found.lock.release).result()
+    found.poll()
+    assert (found.kept, found.idle) == ([], True)
 
 
 def test_last_agreements_behind_an_open_one_begin_in_the_order_in_which_they_were_made() -> None:

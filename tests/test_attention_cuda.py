@@ -359,10 +359,11 @@ def test_cudnn_is_asked_where_torch_itself_asks_it(monkeypatch: pytest.MonkeyPat
         named = {"scale": 0.3, "enable_gqa": heads == 2}
         assert asked.pop() == (id(q), id(k), id(v), None, 0.0, True, named)
     wide = torch.empty(1, 4, 2, 136)
-    assert not cuda.prefers_cudnn(wide, wide, wide, True, 0.3)
-    refused = RuntimeError("No available kernel. Aborting execution.")
-    monkeypatch.setattr(torch, "_fused_sdp_choice", MagicMock(side_effect=[1, refused]))
-    assert [cuda.prefers_cudnn(q, q, q, False, 0.3) for _ in range(2)] == [False] * 2
+    answers = [1, RuntimeError("No available kernel."), RuntimeError("out of memory")]
+    monkeypatch.setattr(torch, "_fused_sdp_choice", MagicMock(side_effect=answers))
+    assert [cuda.prefers_cudnn(x, x, x, False, 0.3) for x in (wide, q, q)] == [False] * 3
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cuda.prefers_cudnn(q, q, q, False, 0.3)
 
 
 def test_the_lse_of_the_cuda_kernels_is_padded() -> None:

@@ -309,13 +309,13 @@ def test_one_rank_of_a_machine_tries_memory_of_a_device(substitute: Any) -> None
 
 
 @spmd(2)
-def test_a_room_that_is_large_enough_stays(comm: Any) -> None:
+def test_a_region_that_is_large_enough_stays(comm: Any) -> None:
     regions, specs = Regions(comm, 1), [((64,), torch.uint8)]
     places = [regions.enter(specs)[0].data_ptr() for _ in range(2)]
     assert places[0] == places[1]
 
 
-def test_a_room_is_memory_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_is_memory_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = MagicMock(wraps=shared.demand)
     monkeypatch.setattr(shared, "demand", counted)
     run_threads(3, lambda comm: Regions(comm, 1).enter([((shared.ALIGNMENT,), torch.uint8)]))

@@ -277,15 +277,22 @@ def test_a_session_ends_with_the_worst_status_and_all_notes(
     assert kit.mock_calls == [call.progress()]
 
 
-@pytest.mark.parametrize(("status", "written"), [(0, "3"), (1, "1")])
+@pytest.mark.parametrize(
+    ("status", "error", "written"),
+    [
+        (0, ValueError("too slow"), "3"),
+        (1, ValueError("too slow"), "1"),
+        (0, pytest.exit.Exception("too slow", 77), "77"),
+    ],
+)
 def test_an_error_in_the_summary_of_another_plugin_ends_the_session_regularly(
-    status: int, written: str, tmp_path: Path, kit: Mock
+    status: int, error: BaseException, written: str, tmp_path: Path, kit: Mock
 ) -> None:
     plugin = ranks_of(tmp_path, 0)
     hook = plugin.pytest_sessionfinish(SimpleNamespace(exitstatus=status))
     next(hook)
-    with pytest.raises(ValueError, match="too slow"):
-        hook.throw(ValueError("too slow"))
+    with pytest.raises(type(error), match="too slow"):
+        hook.throw(error)
     assert (tmp_path / watch.RESULT).read_text() == written
 
 

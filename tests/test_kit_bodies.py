@@ -5,7 +5,7 @@ On ranks other than 0 the text of a failure has one line.
 
 from contextlib import nullcontext
 from typing import Any, cast
-from unittest import SkipTest
+from unittest import SkipTest, TestCase
 
 import hypothesis
 import pytest
@@ -224,6 +224,15 @@ def test_subtests_are_refused(subtests: Any) -> None:
             comm.barrier()
 
     assert_told(failure_of(body), "a body that runs on ranks cannot use `subtests` or `subTest`")
+
+
+class Subtest(TestCase):
+    """A test of unittest on ranks."""
+
+    @spmd(1)
+    def test_a_subtest_of_unittest_is_refused(self, comm: Any) -> None:
+        with pytest.raises(TypeError, match="cannot use `subtests` or `subTest`"), self.subTest():
+            comm.barrier()
 
 
 def test_an_assumption_that_fails_on_a_rank_rejects_the_example() -> None:

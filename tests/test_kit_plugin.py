@@ -181,24 +181,25 @@ def test_tests_on_ranks_are_not_forked(
 
 
 @pytest.mark.parametrize(
-    ("options", "mark", "ini"),
+    ("options", "mark", "ini", "repeats"),
     [
-        ({"reruns": 2}, "", ""),
-        ({"force_reruns": 1}, "", ""),
-        ({"reruns": None}, "flaky", ""),
-        ({"reruns": None}, "", "3"),
-        ({"reruns": 0}, "", ""),
+        ({"reruns": 2}, "", "", True),
+        ({"force_reruns": 1}, "", "", True),
+        ({"reruns": None}, "flaky", "", True),
+        ({"reruns": None}, "", "3", True),
+        ({"reruns": None}, "", "0", False),
+        ({"reruns": 0}, "", "3", False),
     ],
 )
 @pytest.mark.parametrize("with_mpi", [True, False])
 @pytest.mark.parametrize("has_plugin", [True, False])
 def test_no_rank_runs_a_test_again(
-    options: dict[str, Any], mark: str, ini: str, *, with_mpi: bool, has_plugin: bool
+    options: dict[str, Any], mark: str, ini: str, repeats: bool, *, with_mpi: bool, has_plugin: bool
 ) -> None:
     given = config(with_mpi=with_mpi, reruns_ini=ini, **options)
     given.pluginmanager.hasplugin = {"rerunfailures": has_plugin}.get
     item = Mock(obj=None, get_closest_marker={mark: 1}.get)
-    is_refused = with_mpi and has_plugin and (ini or mark or any(options.values()))
+    is_refused = with_mpi and has_plugin and repeats
     with pytest.raises(pytest.UsageError) if is_refused else nullcontext() as error:
         plugin.pytest_collection_modifyitems(given, [item])
     assert ("-p no:rerunfailures" in str(error)) == bool(is_refused)

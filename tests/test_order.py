@@ -207,19 +207,19 @@ def test_a_backward_without_messages_needs_no_other_rank(comm: Any, graph: bool)
 def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> None:
     """`Progress.keep` drops an agreement that has failed, raises nothing; `poll` tests open ones.
 
-    Over gloo an agreement fails once other ranks have closed the connections of its mesh.
+    Over gloo an agreement fails once other ranks have closed the connections of its mesh, and over
+    MPI once the program has freed its communicator.
     """
-
-    def fails() -> bool:
-        raise sp.PeerFailed("Connection closed by peer")
-
-    found = Progress()
-    found.keep([SimpleNamespace(test=fails), SimpleNamespace(test=lambda: True)])
-    waits = Mock(**{"test.return_value": False})
+    errors = sp.PeerFailed("Connection closed by peer"), RuntimeError("MPI_ERR_COMM")
+    found, waits = Progress(), Mock(**{"test.return_value": False})
+    found.keep([*(Mock(**{"test.side_effect": each}) for each in errors), Mock()])
     found.keep([waits])
     found.keep([])
     assert (found.kept, found.idle) == ([waits], False)
-    waits.test.return_value = True
+    waits.test.side_effect = [TimeoutError, True]
+    with pytest.raises(TimeoutError):  # of a signal handler
+        found.poll()
+    assert found.kept == [waits]
     found.poll()
     assert (found.kept, found.idle) == ([], True)
 

@@ -33,8 +33,9 @@ ELEMENTS = 2**17
 LEAST_BLOCKS = 4
 """The least number of blocks that are packed. Copying fewer blocks into a pack saves no time."""
 MOST_SEQUENCES = 1024
-"""The most sequences of all examples in one call of the flash kernel for CUDA. For each of them its
-backward allocates 128 more rows of dq, in float32. Its grid takes at most 65,535 sequences."""
+"""The most sequences of all examples in one call of CUDA's flash kernel. With more examples, a call
+has one sequence of each. For each sequence the kernel's backward allocates 128 more rows of dq, in
+float32. Its grid takes at most 65,535 sequences."""
 
 
 class Side(NamedTuple):

@@ -205,7 +205,7 @@ class Library(Ready):
         return comm.exchange([(dest, send)], [(source, recv)], "shift")
 
     def start(self, *, once: bool = False) -> Handle:
-        """Do what `begin` does, which lets `comm.poll` test the handle."""
+        """Do what `begin` does. The communicator's own methods have counted and tracked the run."""
         return self.begin()
 
     def run(self, *, once: bool = False) -> None:

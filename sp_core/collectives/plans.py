@@ -60,9 +60,9 @@ class Plan:
 
         Raises:
             CollectiveMismatch: the ranks run different plans. `check="off"` skips this check.
-            RankError: `finish` was not called for a run that `start` began, or an error has ended
-                an earlier run. Also if the memory, shape or dtype of `input` has changed since the
-                plan was made, as by `x.data = ...`. On every rank; on this rank if `check="off"`.
+            RankError: `finish` was not called for a run that `start` began; an error has ended an
+                earlier run; or the memory, shape or dtype of `input` has changed, as by
+                `x.data = ...`. Every rank raises it; with `check="off"` only this rank does.
             ValueError: as `all_reduce_`, if the plan is in place and runs in another mode.
         """
         self._agree(f"a run of the plan of {self._name}", self._check_ready)

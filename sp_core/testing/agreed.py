@@ -316,8 +316,9 @@ class Ranks:
                 print(f"rank {rank}:", *complaints, sep="\n", file=sys.__stderr__)
         try:
             return (yield)
-        except BaseException:  # of another plugin, such as a benchmark that is too slow
-            session.exitstatus = session.exitstatus or pytest.ExitCode.INTERNAL_ERROR
+        except BaseException as error:  # of another plugin, such as a benchmark that is too slow
+            code = getattr(error, "returncode", None) or session.exitstatus  # of pytest.exit
+            session.exitstatus = code or pytest.ExitCode.INTERNAL_ERROR
             raise
         finally:
             if self.rank == 0:

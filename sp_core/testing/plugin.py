@@ -125,10 +125,12 @@ def _runs_again(config: pytest.Config, items: list[pytest.Item]) -> bool:
     """Return whether pytest-rerunfailures is to run tests that fail again."""
     if not config.pluginmanager.hasplugin("rerunfailures"):
         return False
-    counts = [config.getoption(name, None) for name in ("reruns", "force_reruns")]
-    with suppress(ValueError):  # older versions have no such setting
-        counts.append(config.getini("reruns"))
-    return any(counts) or any(item.get_closest_marker("flaky") for item in items)
+    count = config.getoption("reruns", None)
+    if count is None:
+        with suppress(ValueError):  # older versions have no such setting
+            count = int(config.getini("reruns") or 0)
+    is_asked = count or config.getoption("force_reruns", None)
+    return bool(is_asked) or any(item.get_closest_marker("flaky") for item in items)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has left out tests by -k and -m

@@ -133,8 +133,8 @@ def chosen(
     """Return Hypothesis' settings for one test.
 
     Args:
-        marks: attributes of the test. Values of its `@settings` that equal those of `sp_core_base`,
-            the profile that was loaded when the test was made, are taken from the profile of now.
+        marks: attributes of the test. `sp_core_base` is the profile that was loaded when the test
+            was made. Values of `@settings` that equal it are taken from the current profile.
             `deadline` always is, because times include waiting for ranks.
         max_examples: argument of `given`. It overrides `@settings` and the profile, and is changed
             by `_grown`.
