@@ -55,27 +55,22 @@ class Progress:
         """
         self.kept += questions
         self._hold()
-        if self.advance():
-            self.add(self)
+        self.advance()
 
-    def advance(self) -> bool:
-        """Drop the agreements in `kept` that are complete. Return whether others are left.
-
-        If another thread of this rank polls, drop none and return True.
-        """
+    def advance(self) -> None:
+        """Drop the agreements in `kept` that are complete, unless another thread polls."""
         if not self.lock.acquire(blocking=False):
-            return True
+            return
         try:
-            return not self._settled.test()
+            self._settled.test()
         finally:
             self.lock.release()
 
-    def _settle(self) -> bool:
+    def _settle(self) -> None:
         for question in [*self.kept]:
             if not _goes_on(question):
                 self.kept.remove(question)
         self._hold()
-        return not self.kept
 
     def lose(self, transfers: Sequence[Any]) -> None:
         """Add transfers that an error has ended to `lost`."""
@@ -104,7 +99,7 @@ class Progress:
     @property
     def idle(self) -> bool:
         """Return whether this rank has no operations under way."""
-        return not self._busy
+        return not (self._busy or self.kept)
 
     def poll(self) -> None:
         """Let all operations that this rank has started make progress, without blocking.
@@ -118,8 +113,8 @@ class Progress:
             for source in [*self._busy]:
                 if not source.advance():
                     self._busy.pop(source, None)
-            if self.kept:  # another thread may have added some after `advance`
-                self.add(self)
+            if self.kept:
+                self.advance()
         finally:
             self.lock.release()
 

@@ -47,7 +47,7 @@ class Call:
         }
         result = self.function(*(self.arguments[name] for name in self.positional), **named)
         if not isinstance(result, sp.Pending):
-            late = [x for x in progress.of_this_rank()._busy if getattr(x, "_pending", None)]
+            late = [comm for comm in progress.of_this_rank()._busy if comm._pending]
             assert not late, "the call has returned before its messages were through"
         return result
 
