@@ -1,8 +1,9 @@
 """Cut lengths and positions into ranges, of equal length or of equal work."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, starmap
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,9 +84,34 @@ def grouped(
         yield tuple(together)
 
 
-def positions_of(segments: Sequence[Segment]) -> Segment | Tensor:
-    """Return the positions of segments: the range itself if there is one, else int64 (tokens,)."""
-    return segments[0] if len(segments) == 1 else concatenated(segments)
+@dataclass(frozen=True)
+class Joined:
+    """Hold the positions of segments, one segment after the other, without making a tensor.
+
+    Args:
+        segments: the segments.
+        tokens: which of their positions, by index; a range of step 1.
+    """
+
+    segments: tuple[Segment, ...]
+    tokens: range
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, tokens: slice) -> Self:
+        return replace(self, tokens=self.tokens[tokens])
+
+    def tensor(self) -> Tensor:
+        """Return the positions, int64 (tokens,)."""
+        return concatenated(self.segments)[self.tokens.start : self.tokens.stop]
+
+
+def positions_of(segments: tuple[Segment, ...]) -> Segment | Joined:
+    """Return the positions of segments: the range itself if there is one."""
+    if len(segments) == 1:
+        return segments[0]
+    return Joined(segments, range(sum(map(len, segments))))
 
 
 # Callers keep the result. A tensor of inference mode could not take part in training.

@@ -17,8 +17,8 @@ from torch import Tensor
 from sp_core.arguments import check, check_type, length_along, plain
 from sp_core.errors import ShapeError
 from sp_core.hashing import HashedOnce
-from sp_core.mask.blocks import count_visible, runs
-from sp_core.mask.definition import FAR64, Mask
+from sp_core.mask.blocks import runs
+from sp_core.mask.definition import FAR64, Mask, count_visible
 from sp_core.segments import (
     Segment,
     concatenated,
@@ -197,9 +197,14 @@ class Sharding(HashedOnce):
         return tuple(segment for owned in self.segments for segment in owned)
 
     @cached_property
+    def sorted_segments(self) -> tuple[Segment, ...]:
+        """The segments of all ranks in ascending order of their first positions."""
+        return tuple(self.gathered_segments[place] for place in self._segment_order)
+
+    @cached_property
     def sorted_positions(self) -> Tensor:
         """The positions of all tokens after `sort_segments`, int64 `(seq_len,)`."""
-        return concatenated([self.gathered_segments[place] for place in self._segment_order])
+        return concatenated(self.sorted_segments)
 
     def sort_segments(self, gathered: Tensor, dim: int) -> Tensor:
         """Reorder whole segments from the order of an all-gather to that of their first positions.

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from sp_core.mask import Block, Mask, blocks as plans, plan_blocks
 from sp_core.mask.blocks import runs
+from sp_core.mask.definition import count_visible, position_tensor
+from sp_core.segments import Joined
 from sp_core.sharding import Sharding
 
 SCRAMBLED = [17 * n % 41 for n in range(41)]
@@ -75,7 +77,7 @@ def test_the_count_of_visible_keys_is_the_definition(
     mask = data.draw(masks(length, kv_length))
     queries, keys = range(min(start, length), length), range(min(start, kv_length), kv_length)
     expected = mask.allowed(queries, keys).sum(1).tolist()
-    assert plans.count_visible(mask, queries, keys).tolist() == expected
+    assert count_visible(mask, queries, keys).tolist() == expected
 
 
 def visible_in(
@@ -145,14 +147,22 @@ def test_blocks_hold_each_visible_pair_once(
 @given(
     positions=st.lists(st.integers(-3, 30), max_size=30)
     | problems().map(lambda problem: problem[0])
-    | st.builds(range, st.integers(0, 9), st.integers(0, 30), st.integers(-9, 9).filter(bool))
+    | st.builds(range, st.integers(0, 9), st.integers(0, 30), st.integers(-9, 9).filter(bool)),
+    first=st.integers(0, 9),
+    stop=st.integers(0, 30),
 )
-def test_runs_are_the_positions_in_order_whatever_their_container(positions: Sequence[int]) -> None:
+def test_runs_are_the_positions_in_order_whatever_their_container(
+    positions: Sequence[int], first: int, stop: int
+) -> None:
     cut = runs(positions)
     assert [*chain(*cut)] == [*positions]
     assert all(run.step >= 1 and run for run in cut)
     # they are keys of caches, so they must be equal
     assert cut == runs(torch.tensor(positions, dtype=torch.int32)) == runs(tuple(positions))
+    part = Joined(tuple(cut), range(len(positions)))[first:][: max(stop - first, 0)]
+    assert len(part) == len(position_tensor(part))
+    assert position_tensor(part).tolist() == [*positions][first:stop]
+    assert runs(part) == runs([*positions][first:stop])
 
 
 @pytest.mark.parametrize(
@@ -248,7 +258,7 @@ def test_a_window_costs_its_width_and_an_eighth_more(window: int, causal: bool, 
     """Tiles have at least 48 rows, since many small calls are slow, and a multiple of 16 keys."""
     tokens, mask = range(20_000), Mask(causal, window)
     blocks = plan_blocks(tokens, tokens, mask)
-    assert sum(block.pairs for block in blocks) == plans.count_visible(mask, tokens, tokens).sum()
+    assert sum(block.pairs for block in blocks) == count_visible(mask, tokens, tokens).sum()
     tiles = [block for block in blocks if block.kind == "partial"]
     assert min(tile.q_start for tile in tiles) == window
     assert max(tile.shape for tile in tiles)[0] == rows
@@ -296,7 +306,7 @@ def test_runs_that_a_window_hides_are_not_compared(causal: bool) -> None:
     mask = Mask(causal, window=16)
     with patch.object(plans, "_pair_blocks", wraps=plans._pair_blocks) as compared:
         blocks = plan_blocks(order, order, mask)
-    visible = plans.count_visible(mask, range(2**12), range(2**12)).sum()
+    visible = count_visible(mask, range(2**12), range(2**12)).sum()
     assert sum(block.pairs for block in blocks) == visible
     assert compared.call_count <= 3 * len(order) // 16
 

@@ -28,7 +28,7 @@ from benchmarks.reporting.tables import make
 from benchmarks.sample import makespans, race, turn
 from benchmarks.statistics import Requirement, exact_interval, ratio
 from benchmarks.worker import Rank
-from sp_core.mask.blocks import count_visible
+from sp_core.mask.definition import count_visible
 from sp_core.schemes import SCHEMES
 
 SEQ, COUNTS, WINDOW = 4096, (1, 8, 64, 512), 64

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from sp_core.mask.definition import (
-    FAR64,
     Mask,
     Positions,
     check_inside,
@@ -25,7 +24,7 @@ from sp_core.mask.definition import (
     limits,
     position_tensor,
 )
-from sp_core.segments import concatenated
+from sp_core.segments import Joined, concatenated
 
 Kind = Literal["full", "causal", "partial"]
 
@@ -140,7 +139,15 @@ def runs(positions: Positions) -> list[range]:
     """
     if isinstance(positions, range) and positions.step >= 1:
         return [positions] if positions else []
+    if isinstance(positions, Joined):
+        return list(_runs_of(positions))
     return list(_greedy(position_tensor(positions).cpu()))
+
+
+@lru_cache(maxsize=256)
+def _runs_of(positions: Joined) -> tuple[range, ...]:
+    """Return the runs of a shard's positions. They are kept: each layer of a model needs them."""
+    return tuple(_greedy(positions.tensor()))
 
 
 def _greedy(values: Tensor) -> Iterator[range]:
@@ -276,25 +283,6 @@ def _halves(length: int) -> tuple[slice, slice]:
     """Return slices of both halves of `length`; if it is at most CHUNK, of all and of nothing."""
     middle = length // 2 if length > CHUNK else length
     return slice(0, middle), slice(middle, length)
-
-
-def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
-    """Count the keys that each query sees, int64 (Sq,).
-
-    Args:
-        mask: which keys a query sees.
-        queries: positions of the queries.
-        keys: positions of the keys, of step 1.
-    """
-    q = position_tensor(queries)
-    least, greatest = limits(mask, FAR64)
-    low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
-    if mask.documents is not None:
-        document = document_of(q, mask.documents)
-        bounds = torch.tensor(mask.key_documents, device="cpu")
-        low = low.maximum(bounds[document])
-        high = high.minimum(bounds[document + 1] - 1)
-    return (high - low + 1).clamp(min=0)
 
 
 def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:

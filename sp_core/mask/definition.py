@@ -18,14 +18,16 @@ from torch import Tensor
 from sp_core.arguments import check, plain
 from sp_core.errors import ShapeError
 from sp_core.hashing import HashedOnce
+from sp_core.segments import Joined
 
 FAR = 1 << 100  # stands for no limit: greater than any difference of positions times any step
 FAR64 = 1 << 62
 """Positions are below this number. In int64 it also stands for no limit on their difference: the
 sum of it and a position does not overflow."""
 
-Positions = range | Sequence[int] | Tensor
-"""Global positions of tokens: a range, a sequence of ints, or an integer tensor (S,)."""
+Positions = range | Sequence[int] | Tensor | Joined
+"""Global positions of tokens: a range, a sequence of ints, or an integer tensor (S,). Callers of
+public functions do not make a `Joined`."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,8 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
         tensor = positions.start + positions.step * torch.arange(
             len(positions), device=device or "cpu"
         )
+    elif isinstance(positions, Joined):
+        tensor = positions.tensor().to(device)
     elif isinstance(positions, Tensor):
         kind = positions.dtype
         if kind.is_floating_point or kind.is_complex or kind == torch.bool:
@@ -266,3 +270,22 @@ def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, 
             f"(cu_seqlens), at most 2**62"
         )
     return bounds
+
+
+def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
+    """Count the keys that each query sees, int64 (Sq,).
+
+    Args:
+        mask: which keys a query sees.
+        queries: positions of the queries.
+        keys: positions of the keys, of step 1.
+    """
+    q = position_tensor(queries)
+    least, greatest = limits(mask, FAR64)
+    low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
+    if mask.documents is not None:
+        document = document_of(q, mask.documents)
+        bounds = torch.tensor(mask.key_documents, device="cpu")
+        low = low.maximum(bounds[document])
+        high = high.minimum(bounds[document + 1] - 1)
+    return (high - low + 1).clamp(min=0)

@@ -31,6 +31,7 @@ from sp_core.schemes.problem import (
     joined,
     run,
 )
+from sp_core.segments import positions_of
 from sp_core.sharding import Sharding
 
 
@@ -107,7 +108,7 @@ def allgather_kv_attention(
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
     """Yield a `Visit` for each group of heads, with the keys and values of all ranks."""
-    positions = problem.kv_sharding.sorted_positions
+    positions = positions_of(problem.kv_sharding.sorted_segments)
     blocks = _gathered(k, v, problem, groups)
     for number, (heads, _) in enumerate(groups):  # `zip` would keep the last block alive
         yield Visit(number, positions, [(heads, slice(None))], next(blocks))

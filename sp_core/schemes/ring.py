@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sp_core.attention import Terms, accumulation_dtype
 from sp_core.communicator import Communicator
-from sp_core.mask import Mask, position_tensor
+from sp_core.mask import Mask, Positions, position_tensor
 from sp_core.schemes import in_place
 from sp_core.schemes.heads import Group
 from sp_core.schemes.problem import (
@@ -149,7 +149,7 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
     def visit(step: int, block: int, held: Block | None) -> Visit:
         if not problem.sees(block):
             held = None
-        positions = positions_of(problem.kv_sharding.segments[block])
+        positions: Positions = positions_of(problem.kv_sharding.segments[block])
         if step and held is not None:
             at = shown.of(block)
             positions = positions[at] if isinstance(at, slice) else position_tensor(positions)[at]

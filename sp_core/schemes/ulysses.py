@@ -109,8 +109,8 @@ def ulysses_attention(
     exchange = Exchange(comm, problem, range(comm.size), q, k)
     whole: Callable[..., Any] = partial(
         inner or local_attention,
-        q_positions=positions_of(problem.sharding.gathered_segments),
-        kv_positions=positions_of(problem.kv_sharding.gathered_segments),
+        q_positions=_positions(problem.sharding),
+        kv_positions=_positions(problem.kv_sharding),
         mask=problem.mask,
         return_lse=True,
         **problem.logits.of_heads(exchange.heads[comm.rank]).given(),
@@ -118,6 +118,12 @@ def ulysses_attention(
     whole = whole if inner is None else partial(_checked, comm, whole)
     out, lse = exchange.run(q, k, v, whole, return_lse=return_lse)
     return (out, lse) if return_lse else out
+
+
+def _positions(sharding: Sharding) -> range | Tensor:
+    """Return the positions of all tokens in the order of an all-gather, as `inner` takes them."""
+    positions = positions_of(sharding.gathered_segments)
+    return positions if isinstance(positions, range) else positions.tensor()
 
 
 def _checked(
