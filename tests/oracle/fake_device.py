@@ -155,7 +155,8 @@ class DelayedMemory(_Computing, HostMemory):
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+    """Return the bytes of a contiguous vector. The stride of a single element may be any."""
+    return x.as_strided(x.shape, (1,)).view(torch.uint8)
 
 
 def _memory(address: int, nbytes: int) -> Tensor:
