@@ -99,6 +99,7 @@ def test_a_rank_whose_mpi_cannot_see_the_device_is_an_error_on_all(comm: Any) ->
             "failed with exit code 1: what came is not what was sent",
         ),
         ("import time; time.sleep(60)", "had not ended after 0.5 s"),
+        pytest.param("#" * MEBIBYTE, "cannot be started", id="too long an argument"),
         ("", ""),
     ],
 )
