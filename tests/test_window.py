@@ -313,10 +313,10 @@ def test_a_rank_that_leaves_ends_the_waits_of_others(
 
 
 class Without:
-    """Stand in for `os` or the C library. A call fails there, on one rank or on all."""
+    """Stand in for `os` or the C library. On one rank or on all, a call fails, or is `instead`."""
 
-    def __init__(self, name: str, rank: int | None = None) -> None:
-        self._lacking, self._rank = name, rank
+    def __init__(self, name: str, rank: int | None = None, instead: Any = None) -> None:
+        self._lacking, self._rank, self._instead = name, rank, instead
 
     def __getattr__(self, name: str) -> Any:
         elsewhere = (
@@ -324,6 +324,8 @@ class Without:
         )
         if name != self._lacking or elsewhere:
             return getattr(os, name)
+        if self._instead:
+            return self._instead
         if name == "memfd_create":
             raise AttributeError(name)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -350,6 +352,10 @@ WITHOUT: dict[str, Any] = {
     "on 2 machines": ("node_number", lambda: int(threading.current_thread().name == "rank 1")),
     "on 2 machines, or in containers": ("os", Without("readlink", rank=1)),
     "rank 1 cannot map .* No space left": ("os", Without("open", rank=1)),
+    "rank 1 cannot map .* greater than file size": (
+        "os",
+        Without("open", 1, lambda *_: os.open("/proc/version", os.O_RDONLY)),
+    ),
     "another order": ("ORDERED", ()),
     "rank 0 cannot allocate .* memfd_create": ("_LIBC", Without("memfd_create")),
     "rank 2 cannot allocate .* No space left": ("os", Without("posix_fallocate", rank=2)),
