@@ -245,12 +245,16 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
         sp.Mesh(comm, transport="host", sp=comm.size) as other,
     ):
         group, freed = mesh["sp"], other[()]
+        empty = partial(sp.shared_empty, comm=group)
         freed.free()
-        x = sp.shared_empty((2, 2), comm=group).fill_(comm.rank)
+        x = empty((2, 2)).fill_(comm.rank)
         assert sp.peer(x, comm.rank, comm=group) is x
         assert group.window is not None
         assert group.window.number(x.view(-1)[1:]) == -1
-        wrong: Any = (x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse(), torch.ones(2))
+        moved = empty((2,)).share_memory_().fill_(comm.rank)
+        total = sp.plan("all_reduce", moved, comm=group, algorithm="window").run()
+        assert total.tolist() == [sum(range(comm.size))] * 2
+        wrong: Any = (moved, x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse(), torch.ones(2))
         for kind, text, call in (
             *(
                 (sp.RankError, r"\(it has shared memory\)", partial(sp.peer, part, 0, comm=group))
@@ -260,20 +264,12 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
             *((sp.RankError, f"rank {n} ", partial(sp.peer, x, n, comm=group)) for n in (99, -1)),
             (TypeError, "Pass what shared_empty gave", partial(sp.peer, 3, 0, comm=group)),  # type: ignore[arg-type]
             (sp.RankError, "has been freed", partial(sp.peer, x, 0, comm=freed)),
-            (
-                sp.DtypeError,
-                "rank 0: .*use x.view",
-                partial(sp.shared_empty, (1,), dtype=torch.complex64, comm=group),
-            ),
-            (
-                sp.ShapeError,
-                "rank 0: .*pass lengths >= 0",
-                partial(sp.shared_empty, (-1,), comm=group),
-            ),
+            (sp.DtypeError, "rank 0: .*use x.view", partial(empty, (1,), dtype=torch.complex64)),
+            (sp.ShapeError, "rank 0: .*pass lengths >= 0", partial(empty, (-1,))),
         ):
             with pytest.raises(kind, match=text):
                 call()
-        assert sp.shared_empty((0, 2), comm=group).shape == (0, 2)
+        assert empty((0, 2)).shape == (0, 2)
     assert x[0, 0].item() == comm.rank
 
 
