@@ -326,6 +326,10 @@ def test_a_message_stays_in_its_slot_until_it_is_read(comm: Any) -> None:
         comm.Barrier()
     for handle in begun:
         wait(handle)
+    wrong: Any = ([(other, found)], []), ([], [(other, found)]), ([(other, found[:1])] * 2, [])
+    for sends, recvs in wrong:
+        with pytest.raises(sp.ShapeError, match=r"longest=4\. Pass the bytes of the longest"):
+            window.exchange(sends, recvs, 4)
     assert found.tolist() == [other, 10.0 + other]
     window.close(together=True)
 

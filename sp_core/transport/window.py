@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_core.errors import PeerFailed
+from sp_core.errors import PeerFailed, ShapeError
 from sp_core.observer import observer_of
 from sp_core.programs import SLOTS
 from sp_core.transport.base import Broken, Handle, Intracomm, Messages, Transfer, at_once, wait
@@ -206,7 +206,17 @@ class Window:
         Args:
             sends, recvs: (rank of the peer, flat tensor); at most one in `sends`.
             longest: bytes of the longest message of all ranks, or more; the same on every rank.
+
+        Raises:
+            ShapeError: on this rank: several messages to send, or a message longer than `longest`.
         """
+        most = max((x.nbytes for _, x in (*sends, *recvs)), default=0)
+        if most > longest or len(sends) > 1:
+            raise ShapeError(
+                f"{len(sends)} messages to send were given, and messages of up to {most} bytes, "
+                f"with longest={longest}. Pass the bytes of the longest message of all ranks, and "
+                "at most one message to send."
+            )
         starts = range(0, longest, self.slot_bytes)
         steps: list[list[Work]] = [[] for _ in range(len(starts) + 1)]
         writes = [(0, self._comm.rank, x.view(torch.uint8)) for _, x in sends]
