@@ -125,9 +125,9 @@ class Communicator(NotCopied):
     ) -> Handle:
         """Start point-to-point messages; return a handle. Ranks without messages call this, too.
 
-        A message is (other rank, flat contiguous tensor on `device`). Another tensor raises
-        ShapeError on this rank. `longest` > 0, the bytes of the longest message, lets messages go
-        through shared memory: at most one from each rank.
+        A message is (other rank, flat contiguous tensor on `device`). `longest` > 0, the bytes of
+        the longest message, lets messages go through shared memory: at most one from each rank.
+        Another tensor, or in shared memory another message, raises ShapeError on this rank.
         """
         self.ensure_open()
         ensure_flat((*sends, *recvs))

@@ -55,9 +55,9 @@ class Mesh(NotCopied):
         transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. With "window"
             (host memory), "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) the
             ranks of one machine share memory, or send messages if they cannot
-            (`Communicator.no_window` says why). "auto" takes the transport that the environment
-            variable SP_TRANSPORT names, if there is one of that name for this kind of device, else
-            the first of `NAMES[device type]`.
+            (`Communicator.no_window` says why). "auto" takes the transport that SP_TRANSPORT in the
+            environment names, unless that is one for other kinds of devices only; else the first of
+            `NAMES[device type]`. An unknown name in SP_TRANSPORT is a DeviceError.
         check: "agree": every collective first checks that the ranks agree on its arguments. "off":
             collectives check nothing, unless they must tell each other lengths; schemes, layers,
             losses, gradients and models still check. Docstrings count the agreements with "off".
@@ -83,7 +83,7 @@ class Mesh(NotCopied):
 
     Raises:
         ShapeError: no axis, or sizes whose product is not the size of `comm`.
-        DeviceError: this machine lacks the device, or the ranks cannot use the transport.
+        DeviceError: there is no such device, no such transport, or the ranks cannot use it.
         ValueError: an unknown collective or algorithm; nodes that are not one number per rank;
             constants that cannot be read.
         TypeError: an argument of a wrong type.

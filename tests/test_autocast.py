@@ -36,19 +36,33 @@ def decoded(model: Llama, sgd: torch.optim.Optimizer) -> Tensor:
     return Decoder(model, [3, 2]).prefill(TEXTS)
 
 
+def continued(model: Llama, sgd: torch.optim.Optimizer) -> Tensor:
+    """Take a step between two calls of a decoder, and return the logits of both."""
+    decoder = Decoder(model, [4, 3])
+    first = decoder.decode(TEXTS)
+    own_step(model, sgd)
+    return torch.stack((first, decoder.decode([[6], [7]])))
+
+
 def prefilled(model: Llama, sgd: torch.optim.Optimizer) -> Tensor:
     plan = balanced([*map(len, TEXTS)], model.grid.sequence.size, work_of(model.config))
     return prefill_unequal(model, TEXTS, plan)
 
 
+@pytest.mark.parametrize("tp_sp", [False, True])
 @spmd(1, 2)
-def test_calls_in_one_block_of_autocast_use_the_weights_of_their_time(comm: Any) -> None:
+def test_calls_in_one_block_of_autocast_use_the_weights_of_their_time(
+    comm: Any, tp_sp: bool
+) -> None:
     """Autocast keeps the weights that it has converted until the outermost block ends."""
     found = []
-    calls = (whole_step, own_step, decoded, own_step, prefilled, whole_step, decoded)
+    calls = (
+        *(whole_step, own_step, decoded, own_step, prefilled, whole_step, decoded),
+        *(own_step, continued),
+    )
     with sp.Mesh(comm, tp=comm.size) as mesh:
         for outer in (nullcontext, lowered):
-            model = CASE.model(mesh, tp_sp=comm.size > 1)
+            model = CASE.model(mesh, tp_sp=tp_sp and comm.size > 1)
             sgd = torch.optim.SGD(model.parameters(), lr=1.0)
             with outer():
                 for call in calls:

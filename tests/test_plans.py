@@ -251,10 +251,12 @@ def test_a_plan_has_one_run_at_a_time(comm: Any, check: Any) -> None:
                 plan.finish(handle)
             handle = plan.start()
         plan.finish(handle)
-        vars(plan._bound)["run"] = Mock(side_effect=KeyError)
-        for error in (KeyError, sp.RankError):  # the second run finds the first one unfinished
-            with pytest.raises(error):
-                plan.run()
+        for name in ("run", "start"):
+            plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"])
+            vars(plan._bound)[name] = Mock(side_effect=KeyError)
+            for error in (KeyError, sp.RankError):  # the second run finds the first one unfinished
+                with pytest.raises(error):
+                    getattr(plan, name)()
 
 
 class ByAddress(DelayedMemory):

@@ -99,6 +99,7 @@ def test_a_rank_whose_mpi_cannot_see_the_device_is_an_error_on_all(comm: Any) ->
             "failed with exit code 1: what came is not what was sent",
         ),
         ("import time; time.sleep(60)", "had not ended after 0.5 s"),
+        pytest.param("#" * MEBIBYTE, "cannot be started", id="too long an argument"),
         ("", ""),
     ],
 )
@@ -325,6 +326,10 @@ def test_a_message_stays_in_its_slot_until_it_is_read(comm: Any) -> None:
         comm.Barrier()
     for handle in begun:
         wait(handle)
+    wrong: Any = ([(other, found)], []), ([], [(other, found)]), ([(other, found[:1])] * 2, [])
+    for sends, recvs in wrong:
+        with pytest.raises(sp.ShapeError, match=r"longest=4\. Pass the bytes of the longest"):
+            window.exchange(sends, recvs, 4)
     assert found.tolist() == [other, 10.0 + other]
     window.close(together=True)
 

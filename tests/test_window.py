@@ -245,12 +245,16 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
         sp.Mesh(comm, transport="host", sp=comm.size) as other,
     ):
         group, freed = mesh["sp"], other[()]
+        empty = partial(sp.shared_empty, comm=group)
         freed.free()
-        x = sp.shared_empty((2, 2), comm=group).fill_(comm.rank)
+        x = empty((2, 2)).fill_(comm.rank)
         assert sp.peer(x, comm.rank, comm=group) is x
         assert group.window is not None
         assert group.window.number(x.view(-1)[1:]) == -1
-        wrong: Any = (x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse(), torch.ones(2))
+        moved = empty((2,)).share_memory_().fill_(comm.rank)
+        total = sp.plan("all_reduce", moved, comm=group, algorithm="window").run()
+        assert total.tolist() == [sum(range(comm.size))] * 2
+        wrong: Any = (moved, x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse(), torch.ones(2))
         for kind, text, call in (
             *(
                 (sp.RankError, r"\(it has shared memory\)", partial(sp.peer, part, 0, comm=group))
@@ -260,20 +264,12 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
             *((sp.RankError, f"rank {n} ", partial(sp.peer, x, n, comm=group)) for n in (99, -1)),
             (TypeError, "Pass what shared_empty gave", partial(sp.peer, 3, 0, comm=group)),  # type: ignore[arg-type]
             (sp.RankError, "has been freed", partial(sp.peer, x, 0, comm=freed)),
-            (
-                sp.DtypeError,
-                "rank 0: .*use x.view",
-                partial(sp.shared_empty, (1,), dtype=torch.complex64, comm=group),
-            ),
-            (
-                sp.ShapeError,
-                "rank 0: .*pass lengths >= 0",
-                partial(sp.shared_empty, (-1,), comm=group),
-            ),
+            (sp.DtypeError, "rank 0: .*use x.view", partial(empty, (1,), dtype=torch.complex64)),
+            (sp.ShapeError, "rank 0: .*pass lengths >= 0", partial(empty, (-1,))),
         ):
             with pytest.raises(kind, match=text):
                 call()
-        assert sp.shared_empty((0, 2), comm=group).shape == (0, 2)
+        assert empty((0, 2)).shape == (0, 2)
     assert x[0, 0].item() == comm.rank
 
 
@@ -313,10 +309,10 @@ def test_a_rank_that_leaves_ends_the_waits_of_others(
 
 
 class Without:
-    """Stand in for `os` or the C library. A call fails there, on one rank or on all."""
+    """Stand in for `os` or the C library. On one rank or on all, a call fails, or is `instead`."""
 
-    def __init__(self, name: str, rank: int | None = None) -> None:
-        self._lacking, self._rank = name, rank
+    def __init__(self, name: str, rank: int | None = None, instead: Any = None) -> None:
+        self._lacking, self._rank, self._instead = name, rank, instead
 
     def __getattr__(self, name: str) -> Any:
         elsewhere = (
@@ -324,6 +320,8 @@ class Without:
         )
         if name != self._lacking or elsewhere:
             return getattr(os, name)
+        if self._instead:
+            return self._instead
         if name == "memfd_create":
             raise AttributeError(name)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -350,6 +348,10 @@ WITHOUT: dict[str, Any] = {
     "on 2 machines": ("node_number", lambda: int(threading.current_thread().name == "rank 1")),
     "on 2 machines, or in containers": ("os", Without("readlink", rank=1)),
     "rank 1 cannot map .* No space left": ("os", Without("open", rank=1)),
+    "rank 1 cannot map .* greater than file size": (
+        "os",
+        Without("open", 1, lambda *_: os.open("/proc/version", os.O_RDONLY)),
+    ),
     "another order": ("ORDERED", ()),
     "rank 0 cannot allocate .* memfd_create": ("_LIBC", Without("memfd_create")),
     "rank 2 cannot allocate .* No space left": ("os", Without("posix_fallocate", rank=2)),

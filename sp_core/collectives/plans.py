@@ -85,6 +85,7 @@ class Plan:
         self._agree(f"a started run of the plan of {self._name}", self._check_ready)
         self._prepared.refresh()
         self._prepared.overwrite()
+        self._under_way = _INSIDE  # as in `run`
         self._under_way = self._bound.start()
         return self._under_way
 

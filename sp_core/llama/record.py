@@ -115,15 +115,17 @@ def check_optimizer(optimizer: Any, model: Llama, error: type[ValueError] = Valu
         )
 
 
-def settings_of(optimizer: Any) -> str:
+def settings_of(optimizer: Any, model: Llama) -> str:
     """Return the class and the groups of an optimizer as text, equal on ranks with equal ones."""
+    numbers = {x: number for number, x in enumerate(model.parameters())}
     groups = [
         {
             name: x.tolist() if isinstance(x, Tensor) else x
-            for name, x in sorted({**group, "params": len(group["params"])}.items())
+            for name, x in sorted({**group, "params": params}.items())
             if isinstance(x, Tensor | int | float | str | tuple | list)
         }
         for group in getattr(optimizer, "param_groups", ())
+        for params in (sorted(numbers.get(x, -1) for x in group["params"]),)
     ]
     return f"{type(optimizer).__name__}({groups})"
 

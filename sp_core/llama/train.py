@@ -104,7 +104,7 @@ def train_step(
         ValueError: the optimizer has parameters that the model lacks, or it is an `Adafactor` or a
             `Muon` of weights that are split over tensor ranks. Of other classes than torch's it is
             not known whether they update each element independently.
-        CollectiveMismatch: the optimizers differ in class or settings.
+        CollectiveMismatch: the optimizers differ in class, settings or weights.
 
     Every error is raised on every rank, but that of a wrong `model` on this rank. None changes the
     weights.
@@ -112,7 +112,7 @@ def train_step(
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     max_norm = arguments.plain(max_norm)
     dealt = _agree(
-        lambda: f"train_step({max_norm=}, {settings_of(optimizer)})",
+        lambda: f"train_step({max_norm=}, {settings_of(optimizer, model)})",
         *(model, sequences, layout, own, window, saving),
         optimizer=optimizer,
     )

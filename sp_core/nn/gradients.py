@@ -11,7 +11,7 @@ if one rank holds a slice, or if all ranks use a parameter for the same tokens. 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -198,6 +198,7 @@ def reduce_gradients(
         DeviceError: a parameter is not on the device of `data`.
         DtypeError: a gradient is complex.
         TypeError: an item of `parameters` is not a parameter.
+        ValueError: `parameters` is an iterator that yields none, as after an optimizer's use.
         CollectiveMismatch: the ranks pass different parameters or placements, or have others
             frozen.
 
@@ -264,7 +265,8 @@ def clip_gradient_norm(
         over `stages`. No other agreement, also with `check="agree"`.
 
     Raises:
-        ValueError: max_norm is not above 0, or the norm is not finite; no gradient is scaled then.
+        ValueError: max_norm is not above 0, or `parameters` is an iterator that yields none; or the
+            norm is not finite. No gradient is scaled then.
         ShapeError: a parameter has no `placement` (see `place`), or one for different ranks; or a
             gradient is sparse.
         DeviceError: a parameter is not on the device of `tensor`.
@@ -323,16 +325,16 @@ def _placed(
             or a gradient is sparse.
         DtypeError: on this rank: a gradient is complex.
         TypeError: on this rank: an item of `parameters` is not a parameter.
+        ValueError: on this rank: `parameters` is an iterator that yields none.
     """
     arguments.check(parameters=parameters)
     found: Placed = {}
-    for number, parameter in enumerate({id(each): each for each in parameters}.values()):
-        arguments.check_type(
-            "a parameter",
-            parameter,
-            nn.Parameter,
-            "Pass those of a module, such as model.parameters().",
-        )
+    given = {id(each): each for each in parameters}
+    if not given and isinstance(parameters, Iterator):
+        raise ValueError("parameters is an iterator at its end. Pass list(model.parameters()).")
+    remedy = "Pass those of a module, such as model.parameters()."
+    for number, parameter in enumerate(given.values()):
+        arguments.check_type("a parameter", parameter, nn.Parameter, remedy)
         if not is_wanted(parameter):
             continue
         arguments.check_tensor(parameter, comm, "a parameter")

@@ -113,9 +113,11 @@ def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_S
         program: the Python text that the child runs.
         seconds: time limit. A child that runs longer is ended, and counts as failed.
     """
-    code, output = bounded(
-        [*python(), "-c", program, device], seconds=seconds, env=outside_of_job(os.environ)
-    )
+    command, env = [*python(), "-c", program, device], outside_of_job(os.environ)
+    try:
+        code, output = bounded(command, seconds=seconds, env=env)
+    except OSError as error:  # such as no writable TMPDIR
+        return f"a process that tries it cannot be started ({error})"
     if code == 0:
         return ""
     if code is None:

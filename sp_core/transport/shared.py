@@ -320,7 +320,7 @@ def _opened(
             parts.append(part)
             found = torch.empty_like(part[-NONCE_BYTES:])
             _copy(memory, found, part[-NONCE_BYTES:])
-        except REFUSALS as error:
+        except (*REFUSALS, ValueError) as error:  # of `mmap`, if the file is shorter
             return parts, f"rank {own} cannot map the memory of rank {rank}: {error}"
         if int(found.view(torch.int64)) != nonce:
             return (

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_core.errors import PeerFailed
+from sp_core.errors import PeerFailed, ShapeError
 from sp_core.observer import observer_of
 from sp_core.programs import SLOTS
 from sp_core.transport.base import Broken, Handle, Intracomm, Messages, Transfer, at_once, wait
@@ -75,6 +75,7 @@ class Allocation(NamedTuple):
     Args:
         window: an object that identifies the window.
         number: how many calls of `allocate` came before, the same on every rank.
+        address: the address of this rank's own memory. torch may move the tensor elsewhere.
         shape: the shape of this rank's tensor.
         dtype: the dtype of all tensors.
         others: other rank -> that rank's tensor.
@@ -82,6 +83,7 @@ class Allocation(NamedTuple):
 
     window: object
     number: int
+    address: int
     shape: torch.Size
     dtype: torch.dtype
     others: dict[int, Tensor]
@@ -204,7 +206,17 @@ class Window:
         Args:
             sends, recvs: (rank of the peer, flat tensor); at most one in `sends`.
             longest: bytes of the longest message of all ranks, or more; the same on every rank.
+
+        Raises:
+            ShapeError: on this rank: several messages to send, or a message longer than `longest`.
         """
+        most = max((x.nbytes for _, x in (*sends, *recvs)), default=0)
+        if most > longest or len(sends) > 1:
+            raise ShapeError(
+                f"{len(sends)} messages to send were given, and messages of up to {most} bytes, "
+                f"with longest={longest}. Pass the bytes of the longest message of all ranks, and "
+                "at most one message to send."
+            )
         starts = range(0, longest, self.slot_bytes)
         steps: list[list[Work]] = [[] for _ in range(len(starts) + 1)]
         writes = [(0, self._comm.rank, x.view(torch.uint8)) for _, x in sends]
@@ -277,7 +289,9 @@ class Window:
         own, others = tensors[self._comm.rank], dict(enumerate(tensors))
         del others[self._comm.rank]  # a tensor that refers to itself is never freed
         storage: Any = own.untyped_storage()
-        storage.allocation = Allocation(self._token, number, own.shape, dtype, others)
+        storage.allocation = Allocation(
+            *(self._token, number, storage.data_ptr(), own.shape, dtype, others)
+        )
         return own
 
     def _give_back_unused(self) -> None:
@@ -339,8 +353,10 @@ class Window:
         """Return the record of the allocation in which x lies, or None."""
         if x is None or x.layout is not torch.strided:
             return None
-        found: Allocation | None = getattr(x.untyped_storage(), "allocation", None)
-        return found if found and found.window is self._token else None
+        storage = x.untyped_storage()
+        found: Allocation | None = getattr(storage, "allocation", None)
+        is_here = found and (found.window, found.address) == (self._token, storage.data_ptr())
+        return found if is_here else None
 
     def _all_of(self, x: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks of the allocation in which x lies, in rank order."""

@@ -273,6 +273,11 @@ ON_ONE_RANK: Table = {
                 ).parameters()
             ),
         ),
+        "gradients of the parameters that an optimizer has used up": (
+            ValueError,
+            "an iterator at its end. Pass list(model.parameters())",
+            summed(lambda _, here: [] if not here else iter(())),
+        ),
         "gradients of a weight of another shape": (
             MISMATCH,
             "(3, 2)",

@@ -60,8 +60,7 @@ def short(number: int, size: int) -> sp.Sharding:
 
 def trained(model: Llama) -> Tensor:
     size = model.grid.sequence.size
-    sharding = sp.Sharding.contiguous(4 * size, size)
-    tokens = CASE.tokens(1, 4)
+    sharding, tokens = sp.Sharding.contiguous(4 * size, size), CASE.tokens(1, 4)
     return loss_and_gradients(model, [MicroBatch(tokens, tokens, sharding)])
 
 
@@ -71,9 +70,8 @@ def called(model: Llama) -> object:
 
 
 def planned(model: Llama) -> Tensor:
-    return prefill_unequal(
-        model, [[1], [2]], balanced([1, 1], model.grid.sequence.size, Work(1, 1))
-    )
+    plan = balanced([1, 1], model.grid.sequence.size, Work(1, 1))
+    return prefill_unequal(model, [[1], [2]], plan)
 
 
 def stored(model: Llama) -> None:
@@ -207,10 +205,12 @@ DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "betas": partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99)),
     "maximize": partial(torch.optim.AdamW, lr=0.01, maximize=True),
     "parameters": lambda weights: torch.optim.AdamW([*weights][:-1], lr=0.01),
+    "weights": lambda weights: torch.optim.AdamW([*weights][1:], lr=0.01),
     "groups": lambda weights: torch.optim.AdamW([{"params": [x]} for x in weights], lr=0.01),
     "tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02)),
 }
-"""Optimizers that differ from USUAL; that of the tensor differs from RATED."""
+"""Optimizers that differ from USUAL, or from that of OTHERS."""
+OTHERS: dict[str, Any] = {"tensor rate": RATED, "weights": DIFFERENT["parameters"]}
 EVERYWHERE: Table = {
     "ring": {
         "an empty sequence": (
@@ -314,7 +314,7 @@ ON_ONE_RANK: Table = {
             f"optimizers that differ in {what}": (
                 sp.CollectiveMismatch,
                 "train_step",
-                stepping(made, RATED if what == "tensor rate" else USUAL),
+                stepping(made, OTHERS.get(what, USUAL)),
             )
             for what, made in DIFFERENT.items()
         },
