@@ -16,7 +16,7 @@ def main(world: MPI.Intracomm) -> Tensor:
     x, weight = torch.randn(256, 64, generator=random), torch.eye(64)
     with sp.Mesh(world, dp=world.size) as mesh:
         comm = mesh["dp"]
-        pending = sp.all_gather_start(x, comm=comm)  # returns at once
+        pending = sp.all_gather_start(x, comm=comm)  # waits for the agreement only
         local = x @ weight  # work that does not need the other ranks' rows
         gathered = pending.wait()  # (256 * P, 64), in the order of the ranks
         torch.testing.assert_close(gathered[256 * comm.rank :][:256], local)

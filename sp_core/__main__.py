@@ -84,7 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
     examine.add_argument(
         "--measure",
         action="store_true",
-        help="measure the times by which algorithm='auto' chooses, and save them",
+        help="measure the times by which algorithm='auto' chooses, on the ranks of this job or on "
+        "two that mpiexec starts, and write them to a file in SP_TUNING_DIR or ~/.cache/sp_core",
     )
     projection.add_arguments(commands)
     inference.add_arguments(commands)

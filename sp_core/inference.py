@@ -95,7 +95,8 @@ _MODEL: dict[str, dict[str, Any]] = {
     "--timeout": {
         "type": float,
         "default": 86400.0,
-        "help": "seconds for ranks that are started (default: a day)",
+        "help": "seconds after which ranks that this command has started are ended "
+        "(default: a day)",
     },
     "--input": {"metavar": "FILE", "help": argparse.SUPPRESS},  # only for ranks that are started
 }
@@ -106,6 +107,7 @@ _AXES = {
     "ulysses": "ranks over which each prompt is split, and its heads in attention",
     "tp": "ranks over which each weight is split",
 }
+_RANKS = "Outside of an MPI job, mpiexec starts as many ranks as the product of the axes below."
 _GENERATE: dict[str, dict[str, Any]] = {
     "--max-tokens": {
         "type": int,
@@ -151,7 +153,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
             without | _LOGITS,
         ),
     ):
-        parser = commands.add_parser(command_name, help=text)
+        parser = commands.add_parser(command_name, help=text, description=f"{text}. {_RANKS}")
         for name, options in {**_MODEL, **table}.items():
             parser.add_argument(name, **options)
 

@@ -13,9 +13,10 @@ to run the same backward, unless the mesh was made with `check="off"`. The colle
 backward run in the reverse order of their calls. For a `_start` function, the call that starts the
 collective counts.
 
-The functions whose names end in `_start` return at once with a `Pending`. On a mesh with
-`check="off"`, wait for started collectives on all ranks before a call that runs `algorithm="mpi"`,
-or on all ranks after it: inside that call they stand still.
+The functions whose names end in `_start` return a `Pending` before the collective is complete.
+They first wait in the check described above, if there is one. On a mesh with `check="off"`, wait
+for started collectives on all ranks before a call that runs `algorithm="mpi"`, or on all ranks
+after it: inside that call they do not advance.
 """
 
 from torch import Tensor
@@ -31,7 +32,8 @@ def all_gather(
     """Give every rank the shards of all ranks, concatenated along `dim` in rank order.
 
     Args:
-        x: this rank's shard, any shape; shards may differ in length along `dim` only.
+        x: this rank's shard, any shape; shards may differ in length along `dim` only. Its dtype is
+            float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 or bool.
         comm: the communicator whose ranks all make this call.
         dim: the dimension of concatenation.
         sizes: length of each rank's shard along `dim`, in rank order, the same on every rank. If
@@ -71,7 +73,7 @@ def reduce_scatter(
     round once. The other algorithms round at every addition.
 
     Args:
-        x: the same shape on every rank.
+        x: the same shape on every rank; a dtype of `all_gather` other than bool.
         comm, algorithm: as in `all_gather`.
         dim: the dimension along which the sum is cut.
         sizes: length of each rank's part along `dim`, in rank order; None: even parts, the first
@@ -117,7 +119,7 @@ def all_reduce(
     Half types are summed as in `reduce_scatter`.
 
     Args:
-        x: the same shape on every rank.
+        x: the same shape on every rank; a dtype of `all_gather` other than bool.
         comm, algorithm, deterministic: as in `reduce_scatter`.
         op: "sum", or "max" and "min", which have no gradient.
 
@@ -151,7 +153,7 @@ def all_to_all(
 
     Args:
         x: has the full length along `split_dim`, and this rank's part of the length along
-            `concat_dim`.
+            `concat_dim`. Its dtype is as in `all_gather`.
         comm, algorithm: as in `all_gather`.
         split_dim, concat_dim: two different dimensions.
         split_sizes: length that each rank keeps along `split_dim`, in rank order; None: even parts,
@@ -195,7 +197,8 @@ def shift(
     """Send x to the rank `offset` further on in the ring of ranks, and return what arrives.
 
     Args:
-        x: this rank's tensor; tensors of the ranks may differ in length along `dim` only.
+        x: this rank's tensor; tensors of the ranks may differ in length along `dim` only. Its dtype
+            is as in `all_gather`.
         comm, algorithm: as in `all_gather`.
         offset: distance from sender to receiver; it may be negative or exceed the number of ranks.
         dim, sizes: as in `all_gather`.
@@ -219,7 +222,7 @@ def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = 
 
     Args:
         x: the root's tensor; on the other ranks a tensor of the same shape, dtype and
-            `requires_grad`, whose values are not read.
+            `requires_grad`, whose values are not read. The dtype is as in `all_gather`.
         comm, algorithm: as in `all_gather`.
         root: rank whose tensor is sent.
 
@@ -241,7 +244,7 @@ def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "au
     """Sum the tensors of all ranks on the root.
 
     Args:
-        x: the same shape on every rank.
+        x: the same shape on every rank; a dtype of `all_gather` other than bool.
         comm, algorithm: as in `all_gather`.
         root: rank that gets the sum.
 

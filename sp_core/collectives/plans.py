@@ -74,7 +74,7 @@ class Plan:
 
     @eager
     def start(self) -> Handle:
-        """Begin a run of the collective. Return a handle at once; pass it to `finish`.
+        """Begin a run, after one agreement unless `check="off"`. Return a handle for `finish`.
 
         Until `finish` has returned, `input` must not be changed, and no other run of this plan may
         begin.

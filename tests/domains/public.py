@@ -26,6 +26,7 @@ OUTSIDE = {
     "attention.Terms": "the schemes and `local_attention` take each of them",
     "collectives.api": "a module, whose functions have domains",
     "collectives.differentiable": "a module, whose functions have domains",
+    "counters": "`Communicator` makes them",
     "gradients.Placement.is_alike": "`reduce_gradients` reads it",
     "integrations.transformers": "hf/test_parallelize*.py call it, where transformers is",
     "llama.Llama.check_parts": "the calls of a model make it; refusals/decoders.py changes a part",
