@@ -204,6 +204,7 @@ class CheckedComm(Messages):
 
     def _unchecked(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         """Make a call that the ranks do not check, and print its name once."""
+        self._allow(Call(name))
         say(name)
         return self._adopted(getattr(self._raw, name)(*args, **given), self._groups)
 

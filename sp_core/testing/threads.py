@@ -269,12 +269,14 @@ class ThreadComm(_OfThreads, LockstepComm):
         """Return a message's tag as a number, and its memory: None if `peer` is MPI.PROC_NULL.
 
         Raise ValueError if the tag is below `least`, or `peer` is no rank of this communicator.
+        Raise RankError if the communicator is freed.
 
         Args:
             op: "Isend" or "Irecv".
             buf: the buffer specification of the message.
             peer, tag, least: the rank of the other side; the tag, and the least that may be given.
         """
+        self._allow(Call(op))
         with self._named(op):
             require(int(tag) >= least, f"no message has the tag {tag}. Pass 0 or more.")
         # a caller that has MPI.PROC_NULL has imported mpi4py
