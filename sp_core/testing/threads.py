@@ -120,12 +120,15 @@ class ThreadComm(_OfThreads, LockstepComm):
         name = f"{self._carrier.name}.{name}"
         return ThreadComm(ThreadCarrier(self._world, name, rank, members), self.family)
 
+    def _require(self, flow: Flow) -> None:
+        for _, part in (*flow.gives, *flow.takes):
+            view(part)
+        require_reducible(flow)
+
     def _make(
         self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]
     ) -> ThreadRequest | None:
         op = op_of(form)
-        with self._named(form):
-            require_reducible(flow)
         if form != op:
             then = partial(deliver, op, self.rank, flow)
             return self._begin(f"a started {op}", None, flow, then)
