@@ -353,18 +353,61 @@ def test_a_message_that_is_there_counts_though_its_sender_has_failed_since(name:
     assert_told(text, "rank 0: failed: KeyError")
 
 
+QUESTIONS: dict[str, tuple[Callable[[Any], object], object]] = {
+    "Test": (lambda x: x.Test(MPI.Status()), False),
+    "test": (lambda x: x.test(), (False, None)),
+    "Testall": (lambda x: MPI.Request.Testall([x]), False),
+    "testall": (lambda x: MPI.Request.testall([MPI.REQUEST_NULL, x]), (False, None)),
+    "Testany": (lambda x: MPI.Request.Testany([x]), (MPI.UNDEFINED, False)),
+    "testany": (lambda x: MPI.Request.testany([x]), (MPI.UNDEFINED, False, None)),
+    "Testsome": (lambda x: MPI.Request.Testsome([x]), []),
+    "testsome": (lambda x: MPI.Request.testsome([x]), ([], [])),
+    "Get_status": (lambda x: x.Get_status(), False),
+    "get_status": (lambda x: x.get_status(), False),
+    "bool": (lambda x: not x, False),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
 @spmd(2)
-def test_a_test_of_a_collective_that_a_rank_has_not_begun_waits_for_nobody(comm: Any) -> None:
-    into = np.zeros(2)
+def test_a_test_of_a_collective_that_a_rank_has_not_begun_waits_for_nobody(
+    comm: Any, name: str
+) -> None:
+    into, (question, no) = np.zeros(2), QUESTIONS[name]
     if comm.rank == 1:
         comm.Recv(np.zeros(2), 0)
     request = comm.Iallgather(numbers(comm, 1), into)
     if comm.rank == 0:
-        is_complete = request.Test(MPI.Status())
+        answer = question(request)
         comm.Send(np.zeros(2), 1)
-        assert not is_complete
-    while not request.Test():
+        assert answer == no
+    while not request.Get_status():
         pass
+    assert into.tolist() == [10, 20]
+    assert request
+    assert request.Test()
+    assert not request
+
+
+@pytest.mark.parametrize("way", ["any", "some"])
+@spmd(2)
+def test_a_message_is_found_beside_a_collective_that_a_rank_has_not_begun(
+    comm: Any, way: str
+) -> None:
+    into, x = np.zeros(2), np.zeros(1)
+    if comm.rank == 1:
+        comm.Send(np.ones(1), 0)
+        comm.Recv(x, 0)
+    request = comm.Iallgather(numbers(comm, 1), into)
+    if comm.rank == 0:
+        each = [request, comm.Irecv(x, 1)]
+        found: Any = (MPI.UNDEFINED, False)
+        while found in ((MPI.UNDEFINED, False), []):
+            found = getattr(MPI.Request, f"Test{way}")(each)
+        comm.Send(x, 1)
+        assert found == {"any": (1, True), "some": [1]}[way]
+    request.Wait()
+    assert x.tolist() == [1]
     assert into.tolist() == [10, 20]
 
 

@@ -19,10 +19,11 @@ from sp_core.testing.comm import forwarded
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.messages import MESSAGES, PROBES, Messages
 from sp_core.testing.outcome import Kind, Mismatched, capture, raise_for_peers
-from sp_core.testing.requests import UNCHECKED, Transfer, begun, install, say
+from sp_core.testing.requests import Transfer, begun, install
 from sp_core.testing.signatures import Flow, op_of
 from sp_core.testing.specs import own_comm
 from sp_core.testing.stuck import Family
+from sp_core.testing.unchecked import UNCHECKED, say
 
 AGREED = {
     **dict.fromkeys(
@@ -84,7 +85,7 @@ class CheckedComm(Messages):
 
     If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
     failed, the other ranks raise `PeerFailed`. A rank that leaves the `with` block, also by an
-    error, tells the other ranks. `sp_core.testing.requests.UNCHECKED` lists the calls that are not
+    error, tells the other ranks. `sp_core.testing.unchecked.UNCHECKED` lists the calls that are not
     checked; the communicator prints the name of such a call.
 
     Args:

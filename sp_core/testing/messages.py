@@ -14,8 +14,9 @@ from typing import Any
 from sp_core.testing.carriers import MpiCarrier, patiently
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED, Call, Message
-from sp_core.testing.requests import OBJECT, Transfer, begun, patient, say
+from sp_core.testing.requests import OBJECT, Transfer, begun, patient
 from sp_core.testing.specs import Part, read
+from sp_core.testing.unchecked import say
 
 _SYNCHRONOUS = {"Isend": "Issend", "Send_init": "Ssend_init"}
 """Methods of mpi4py, and the synchronous ones that are called in their place.
