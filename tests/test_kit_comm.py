@@ -157,6 +157,14 @@ def test_bytes_are_received_as_numbers(comm: Any) -> None:
     np.testing.assert_array_equal(into, values(peer, 2))
 
 
+@spmd(2)
+def test_a_message_without_elements_has_no_type(comm: Any) -> None:
+    if comm.rank == 0:
+        comm.Send(np.zeros(0), 1)
+    else:
+        comm.Recv(np.zeros(0, int), 0)
+
+
 @given(
     nprocs=st.integers(1, 4),
     columns=st.integers(1, 3),

@@ -92,9 +92,11 @@ def duplicated(comm: Any) -> object:
 
 
 def between(comm: Any) -> object:
-    """Make an intercommunicator, whose calls are not checked."""
+    """Make an intercommunicator, whose calls are not checked. `CheckedComm` refuses it."""
     own = comm.Split(comm.rank)
     inter = own.Create_intercomm(0, comm, 1 - comm.rank)
+    with pytest.raises(RankError, match="takes no intercommunicator"):
+        CheckedComm(inter)
     found = type(inter), inter.remote_size
     inter.Free()
     own.Free()
