@@ -21,6 +21,7 @@ from mpi4py import MPI
 from test_kit_calls import assert_clean
 from test_kit_messages import numbers
 
+from sp_core.errors import RankError
 from sp_core.testing import CheckedComm, carriers, checked, messages, requests, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from sp_core.errors import RankError
 from sp_core.testing.carriers import MpiCarrier, patiently
 from sp_core.testing.comm import forwarded
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
@@ -89,7 +90,7 @@ class CheckedComm(Messages):
     checked; the communicator prints the name of such a call.
 
     Args:
-        raw: the mpi4py communicator that carries the calls; freed by `Free`.
+        raw: the mpi4py intracommunicator that carries the calls; freed by `Free`.
         family: this rank's communicators that end together, which this one joins. Default: a new
             family, with a search for deadlocks.
         name: the communicator's name in error messages.
@@ -98,10 +99,18 @@ class CheckedComm(Messages):
         Every rank of `raw` constructs it; the constructor splits `raw` once or twice. Before each
         collective one all-gather of about 1 KB per rank. At the end of the block the ranks check
         that all messages sent were received. A wait for a message polls.
+
+    Raises:
+        RankError: `raw` is an intercommunicator.
     """
 
     def __new__(cls, raw: Any = None, family: Family | None = None, name: str = "comm") -> Self:
         install()
+        if raw.Is_inter():
+            raise RankError(
+                "CheckedComm takes no intercommunicator. Pass that of inter.Merge(), or test it "
+                "unchecked."
+            )
         base: Any = next(kind for kind in type(raw).__mro__ if kind.__module__ == "mpi4py.MPI")
         made: Self = base.__new__(_kind(base), raw)
         made._raw, made._mpi = base(raw), sys.modules[base.__module__]
