@@ -137,7 +137,7 @@ def to_nobody(comm: Any) -> object:
     return found
 
 
-def ask(name: str, requests: list[Any], tag: int) -> tuple[bool, object]:
+def ask(name: str, requests: list[Any], tag: int) -> tuple[bool, Any]:
     """Ask for requests, or for that with a tag. Return whether one is complete, and what is told.
 
     `name`: mpi4py's method, such as "Waitany". The first request has no tag, the others 0, 1 and 2.
@@ -353,62 +353,27 @@ def test_a_message_that_is_there_counts_though_its_sender_has_failed_since(name:
     assert_told(text, "rank 0: failed: KeyError")
 
 
-QUESTIONS: dict[str, tuple[Callable[[Any], object], object]] = {
-    "Test": (lambda x: x.Test(MPI.Status()), False),
-    "test": (lambda x: x.test(), (False, None)),
-    "Testall": (lambda x: MPI.Request.Testall([x]), False),
-    "testall": (lambda x: MPI.Request.testall([MPI.REQUEST_NULL, x]), (False, None)),
-    "Testany": (lambda x: MPI.Request.Testany([x]), (MPI.UNDEFINED, False)),
-    "testany": (lambda x: MPI.Request.testany([x]), (MPI.UNDEFINED, False, None)),
-    "Testsome": (lambda x: MPI.Request.Testsome([x]), []),
-    "testsome": (lambda x: MPI.Request.testsome([x]), ([], [])),
-    "Get_status": (lambda x: x.Get_status(), False),
-    "get_status": (lambda x: x.get_status(), False),
-    "bool": (lambda x: not x, False),
-}
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", [*sorted(POLLS & {*SEVERAL}), "Get_status", "get_status"])
 @spmd(2)
 def test_a_test_of_a_collective_that_a_rank_has_not_begun_waits_for_nobody(
     comm: Any, name: str
 ) -> None:
-    into, (question, no) = np.zeros(2), QUESTIONS[name]
+    into = np.zeros(2)
     if comm.rank == 1:
         comm.Recv(np.zeros(2), 0)
     request = comm.Iallgather(numbers(comm, 1), into)
     if comm.rank == 0:
-        answer = question(request)
+        is_status, both = name not in SEVERAL, [MPI.REQUEST_NULL, request]
+        is_complete = getattr(request, name)() if is_status else ask(name, both, 0)[0]
+        is_active = bool(request)
         comm.Send(np.zeros(2), 1)
-        assert answer == no
+        assert (is_complete, is_active) == (False, True)
     while not request.Get_status():
         pass
     assert into.tolist() == [10, 20]
     assert request
     assert request.Test()
     assert not request
-
-
-@pytest.mark.parametrize("way", ["any", "some"])
-@spmd(2)
-def test_a_message_is_found_beside_a_collective_that_a_rank_has_not_begun(
-    comm: Any, way: str
-) -> None:
-    into, x = np.zeros(2), np.zeros(1)
-    if comm.rank == 1:
-        comm.Send(np.ones(1), 0)
-        comm.Recv(x, 0)
-    request = comm.Iallgather(numbers(comm, 1), into)
-    if comm.rank == 0:
-        each = [request, comm.Irecv(x, 1)]
-        found: Any = (MPI.UNDEFINED, False)
-        while found in ((MPI.UNDEFINED, False), []):
-            found = getattr(MPI.Request, f"Test{way}")(each)
-        comm.Send(x, 1)
-        assert found == {"any": (1, True), "some": [1]}[way]
-    request.Wait()
-    assert x.tolist() == [1]
-    assert into.tolist() == [10, 20]
 
 
 @spmd(2)

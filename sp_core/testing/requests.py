@@ -191,8 +191,8 @@ def _nothing(test: str) -> Any:
     from mpi4py import MPI
 
     capital = {"Test": False, "Testall": False, "Testany": (MPI.UNDEFINED, False), "Testsome": []}
-    small = {"testany": (MPI.UNDEFINED, False, None), "testsome": ([], [])}
-    return (capital | small).get(test, (False, None))
+    small: dict[str, Any] = {"testany": (MPI.UNDEFINED, False, None), "testsome": ([], [])}
+    return (small | capital).get(test, (False, None))
 
 
 def _room(several: str, given: Any) -> Any:
