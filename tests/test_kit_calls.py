@@ -23,8 +23,8 @@ from test_kit_flows import offered
 from sp_core.testing import carriers, spmd, tier
 from sp_core.testing.checked import AGREED, LOCAL, CheckedComm
 from sp_core.testing.messages import MESSAGES, PROBES
-from sp_core.testing.requests import UNCHECKED
 from sp_core.testing.signatures import COLLECTIVES
+from sp_core.testing.unchecked import UNCHECKED
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 

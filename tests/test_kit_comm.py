@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from inspect import signature
+from itertools import product
 from operator import methodcaller
 from random import Random
 from typing import Any
@@ -156,6 +157,14 @@ def test_bytes_are_received_as_numbers(comm: Any) -> None:
     np.testing.assert_array_equal(into, values(peer, 2))
 
 
+@spmd(2)
+def test_a_message_without_elements_has_no_type(comm: Any) -> None:
+    if comm.rank == 0:
+        comm.Send(np.zeros(0), 1)
+    else:
+        comm.Recv(np.zeros(0, int), 0)
+
+
 @given(
     nprocs=st.integers(1, 4),
     columns=st.integers(1, 3),
@@ -210,7 +219,7 @@ def test_a_color_stands_for_a_whole_number(comm: Any) -> None:
 
 @spmd(2)
 def test_a_freed_communicator_is_refused_on_every_rank(comm: Any) -> None:
-    twin, late = comm.Dup(), comm.Dup()
+    twin, late, peer = comm.Dup(), comm.Dup(), 1 - comm.rank
     twin.Free()
     with contextlib.suppress(KeyError):
         try:
@@ -220,9 +229,14 @@ def test_a_freed_communicator_is_refused_on_every_rank(comm: Any) -> None:
     assert not twin
     assert not late
     if isinstance(comm, LockstepComm):
-        for call in (twin.Barrier, twin.Dup, lambda: twin.allgather(0)):
+        send, receive = methodcaller("Isend", ONE, peer), methodcaller("Irecv", np.zeros(1), peer)
+        calls = [methodcaller("Barrier"), methodcaller("Dup"), methodcaller("allgather", 0)]
+        calls += [send, receive, methodcaller("Send", ONE, peer)]
+        if isinstance(comm, CheckedComm):
+            calls += [methodcaller("iprobe", peer), methodcaller("Create_group", MPI.GROUP_EMPTY)]
+        for call, made in product(calls, (twin, late)):
             with pytest.raises(RankError, match="freed"):
-                call()
+                call(made)
 
 
 @spmd(2)

@@ -137,7 +137,7 @@ def to_nobody(comm: Any) -> object:
     return found
 
 
-def ask(name: str, requests: list[Any], tag: int) -> tuple[bool, object]:
+def ask(name: str, requests: list[Any], tag: int) -> tuple[bool, Any]:
     """Ask for requests, or for that with a tag. Return whether one is complete, and what is told.
 
     `name`: mpi4py's method, such as "Waitany". The first request has no tag, the others 0, 1 and 2.
@@ -353,19 +353,27 @@ def test_a_message_that_is_there_counts_though_its_sender_has_failed_since(name:
     assert_told(text, "rank 0: failed: KeyError")
 
 
+@pytest.mark.parametrize("name", [*sorted(POLLS & {*SEVERAL}), "Get_status", "get_status"])
 @spmd(2)
-def test_a_test_of_a_collective_that_a_rank_has_not_begun_waits_for_nobody(comm: Any) -> None:
+def test_a_test_of_a_collective_that_a_rank_has_not_begun_waits_for_nobody(
+    comm: Any, name: str
+) -> None:
     into = np.zeros(2)
     if comm.rank == 1:
         comm.Recv(np.zeros(2), 0)
     request = comm.Iallgather(numbers(comm, 1), into)
     if comm.rank == 0:
-        is_complete = request.Test(MPI.Status())
+        is_status, both = name not in SEVERAL, [MPI.REQUEST_NULL, request]
+        is_complete = getattr(request, name)() if is_status else ask(name, both, 0)[0]
+        is_active = bool(request)
         comm.Send(np.zeros(2), 1)
-        assert not is_complete
-    while not request.Test():
+        assert (is_complete, is_active) == (False, True)
+    while not request.Get_status():
         pass
     assert into.tolist() == [10, 20]
+    assert request
+    assert request.Test()
+    assert not request
 
 
 @spmd(2)

@@ -19,8 +19,9 @@ from kit.failing import as_two, assert_told, failure_of
 from kit.wrong_calls import ON_PROCESSES, STUCK
 from mpi4py import MPI
 from test_kit_calls import assert_clean
-from test_kit_messages import numbers
+from test_kit_messages import ask, numbers
 
+from sp_core.errors import RankError
 from sp_core.testing import CheckedComm, carriers, checked, messages, requests, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED
@@ -92,9 +93,11 @@ def duplicated(comm: Any) -> object:
 
 
 def between(comm: Any) -> object:
-    """Make an intercommunicator, whose calls are not checked."""
+    """Make an intercommunicator, whose calls are not checked. `CheckedComm` refuses it."""
     own = comm.Split(comm.rank)
     inter = own.Create_intercomm(0, comm, 1 - comm.rank)
+    with pytest.raises(RankError, match="takes no intercommunicator"):
+        CheckedComm(inter)
     found = type(inter), inter.remote_size
     inter.Free()
     own.Free()
@@ -166,6 +169,25 @@ CALLS = (
 @spmd(2)
 def test_a_call_does_what_it_does_in_mpi4py(comm: Any, call: Callable[[Any], object]) -> None:
     assert call(comm) == call(getattr(comm, "_raw", comm))  # some examples are without checks
+
+
+@pytest.mark.parametrize("name", ["Testany", "testany", "Testsome", "testsome"])
+@spmd(2)
+def test_a_message_is_found_beside_a_collective_that_a_rank_has_not_begun(
+    comm: Any, name: str
+) -> None:
+    if comm.rank == 1:
+        comm.Send(np.ones(1), 0)
+        comm.Recv(np.zeros(1), 0)
+    request = comm.Iallgather(np.ones(1), np.zeros(2))
+    if comm.rank == 0:
+        both = [request, comm.Irecv(np.zeros(1), 1)]
+        is_complete, got = ask(name, both, 0)
+        while not is_complete:
+            is_complete, got = ask(name, both, 0)
+        comm.Send(np.ones(1), 1)
+        assert got[0][0] in (1, [1])
+    request.Wait()
 
 
 @spmd(2)

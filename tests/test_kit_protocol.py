@@ -29,8 +29,8 @@ from sp_core.testing.outcome import (
     raise_for_peers,
     table,
 )
-from sp_core.testing.requests import say
 from sp_core.testing.stuck import Ends, Report, _takes, deadlocked, turn
+from sp_core.testing.unchecked import say
 
 pytestmark = pytest.mark.mpi_skip  # one process is enough
 

@@ -11,7 +11,7 @@ from unittest.mock import Mock, call
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings, strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 
 from sp_core import testing, transport
@@ -177,6 +177,8 @@ def test_the_session_has_the_ranks_of_its_launch_else_those_of_its_attempts() ->
 EXAMPLES = {"pr": 60, "quick": 25, "brief": 6, "soak": 3}
 EXAMPLES["explore"] = int(os.environ.get("SP_EXAMPLES") or 5000)
 """Numbers of examples by profile, as the module tells them."""
+VERBOSE = [f"{name}-with-verbose-verbosity" for name in ("brief", "explore", "mine")]
+"""Names of profiles that Hypothesis makes for its option --hypothesis-verbosity."""
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ EXAMPLES["explore"] = int(os.environ.get("SP_EXAMPLES") or 5000)
 )
 @pytest.mark.parametrize("most", [None, 4, 40])
 @pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.parametrize("profile", [*EXAMPLES, "mine", "default"])
+@pytest.mark.parametrize("profile", [*EXAMPLES, "mine", "default", *VERBOSE])
 def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     profile: str,
     own: dict[str, Any] | None,
@@ -203,7 +205,11 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     loaded = settings.get_current_profile_name()
     default = settings.get_profile("default")
     settings.register_profile("mine", default, max_examples=7, derandomize=False)
+    profile, is_verbose, _ = profile.partition("-with-verbose-verbosity")
     settings.load_profile(profile)
+    if is_verbose:
+        settings.register_profile(profile + is_verbose, verbosity=Verbosity.verbose)
+        settings.load_profile(profile + is_verbose)
     try:
         marks = {} if own is None else {"_hypothesis_internal_use_settings": settings(**own)}
         found = profiles.chosen(marks, most, seeded=seeded)
@@ -220,6 +226,7 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     has_database = profile == "explore" or "database" in (own or {})
     assert (found.database is None) == (found.derandomize or not has_database)
     assert found.deadline is None
+    assert found.verbosity == (Verbosity.verbose if is_verbose else Verbosity.normal)
     assert found.print_blob
     assert {*found.phases} == {*Phase} - {Phase.explain}
     assert {*found.suppress_health_check} == {

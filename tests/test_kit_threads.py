@@ -30,6 +30,7 @@ from sp_core.testing.outcome import FINISHED, Mismatched, RankFailure
 from sp_core.testing.run import ThreadsHung
 
 pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
+GAPS = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
 
 
 def test_each_rank_goes_backward_in_its_own_thread() -> None:
@@ -132,6 +133,16 @@ def test_each_rank_computes_with_one_thread_of_torch() -> None:
             2,
             r"4 elements are not \[1, 1\]",
             lambda comm: comm.Reduce_scatter(np.ones(4), np.ones(1 + 2 * comm.rank)),
+        ),
+        (
+            3,
+            "rank 0: failed: ValueError .*one has gaps\n  rank 1: stopped: PeerFailed",
+            lambda comm: comm.Bcast([np.zeros(3), 1, GAPS] if comm.rank == 0 else np.zeros(2)),
+        ),
+        (
+            2,
+            "rank 0: stopped: PeerFailed .*\n  rank 1: failed: ValueError .* no SUM of bool",
+            lambda comm: comm.Allreduce(*np.ones((2, 1), (np.int8, bool)[comm.rank])),
         ),
     ],
 )

@@ -28,7 +28,7 @@ from soak.runs import Run, carried_out, load
 from studies.commands import RANKS, ROOT
 from studies.records import junit
 
-from sp_core.testing.requests import UNCHECKED
+from sp_core.testing.unchecked import UNCHECKED
 
 SEEDED = "tests/kit/case_soak.py"
 BAD = {

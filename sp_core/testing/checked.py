@@ -14,15 +14,17 @@ from typing import Any, Self
 
 import numpy as np
 
+from sp_core.errors import RankError
 from sp_core.testing.carriers import MpiCarrier, patiently
 from sp_core.testing.comm import forwarded
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.messages import MESSAGES, PROBES, Messages
 from sp_core.testing.outcome import Kind, Mismatched, capture, raise_for_peers
-from sp_core.testing.requests import UNCHECKED, Transfer, begun, install, say
+from sp_core.testing.requests import Transfer, begun, install
 from sp_core.testing.signatures import Flow, op_of
 from sp_core.testing.specs import own_comm
 from sp_core.testing.stuck import Family
+from sp_core.testing.unchecked import UNCHECKED, say
 
 AGREED = {
     **dict.fromkeys(
@@ -84,11 +86,11 @@ class CheckedComm(Messages):
 
     If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
     failed, the other ranks raise `PeerFailed`. A rank that leaves the `with` block, also by an
-    error, tells the other ranks. `sp_core.testing.requests.UNCHECKED` lists the calls that are not
+    error, tells the other ranks. `sp_core.testing.unchecked.UNCHECKED` lists the calls that are not
     checked; the communicator prints the name of such a call.
 
     Args:
-        raw: the mpi4py communicator that carries the calls; freed by `Free`.
+        raw: the mpi4py intracommunicator that carries the calls; freed by `Free`.
         family: this rank's communicators that end together, which this one joins. Default: a new
             family, with a search for deadlocks.
         name: the communicator's name in error messages.
@@ -97,10 +99,18 @@ class CheckedComm(Messages):
         Every rank of `raw` constructs it; the constructor splits `raw` once or twice. Before each
         collective one all-gather of about 1 KB per rank. At the end of the block the ranks check
         that all messages sent were received. A wait for a message polls.
+
+    Raises:
+        RankError: `raw` is an intercommunicator.
     """
 
     def __new__(cls, raw: Any = None, family: Family | None = None, name: str = "comm") -> Self:
         install()
+        if raw.Is_inter():
+            raise RankError(
+                "CheckedComm takes no intercommunicator. Pass that of inter.Merge(), or test it "
+                "unchecked."
+            )
         base: Any = next(kind for kind in type(raw).__mro__ if kind.__module__ == "mpi4py.MPI")
         made: Self = base.__new__(_kind(base), raw)
         made._raw, made._mpi = base(raw), sys.modules[base.__module__]
@@ -204,6 +214,7 @@ class CheckedComm(Messages):
 
     def _unchecked(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         """Make a call that the ranks do not check, and print its name once."""
+        self._allow(Call(name))
         say(name)
         return self._adopted(getattr(self._raw, name)(*args, **given), self._groups)
 

@@ -269,7 +269,8 @@ def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
 def _unmatched(calls: Sequence[Call]) -> str:
     """Return lines that name each message sent but not expected, or expected but not sent.
 
-    Bytes are received as elements of any kind. Return "" if all messages match.
+    Bytes are received as elements of any kind. An empty message has no kind. Return "" if all
+    messages match.
     """
     sent = Counter(message for call in calls for message in call.sends)
     received = Counter(message for call in calls for message in call.receives)
@@ -277,9 +278,9 @@ def _unmatched(calls: Sequence[Call]) -> str:
         return ""
     lost, missed = sorted((sent - received).elements()), sorted((received - sent).elements())
     for message in list(lost):
-        other = next(
-            (m for m in missed if m[:4] == message[:4] and "" in (m.kind, message.kind)), None
-        )
+        of_any_kind = not (message.kind and message.nbytes)
+        fitting = (m for m in missed if m[:4] == message[:4])
+        other = next((m for m in fitting if of_any_kind or not m.kind), None)
         if other is not None:
             lost.remove(message)
             missed.remove(other)

@@ -13,9 +13,10 @@ from typing import Any
 
 from sp_core.testing.carriers import MpiCarrier, patiently
 from sp_core.testing.comm import LockstepComm
-from sp_core.testing.lockstep import UNCOUNTED, Message
-from sp_core.testing.requests import OBJECT, Transfer, begun, patient, say
+from sp_core.testing.lockstep import UNCOUNTED, Call, Message
+from sp_core.testing.requests import OBJECT, Transfer, begun, patient
 from sp_core.testing.specs import Part, read
+from sp_core.testing.unchecked import say
 
 _SYNCHRONOUS = {"Isend": "Issend", "Send_init": "Ssend_init"}
 """Methods of mpi4py, and the synchronous ones that are called in their place.
@@ -90,6 +91,7 @@ class Messages(LockstepComm):
 
         The result has the unchecked communicator under "self".
         """
+        self._allow(Call(name))
         call = _signature(getattr(type(self._raw), name)).bind(self._raw, *args, **given)
         call.apply_defaults()
         return call.arguments

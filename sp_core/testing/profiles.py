@@ -93,8 +93,17 @@ def load(named: str | None) -> bool:
 
 def name() -> str:
     """Return the name of the loaded profile if it is one of this module's, else "pr"."""
-    loaded = settings.get_current_profile_name()
-    return loaded if settings.get_profile(loaded) is _PROFILES.get(loaded) else DEFAULT
+    return _own_name() or DEFAULT
+
+
+def _own_name() -> str:
+    """Return the name of the loaded profile if it is one of this module's, else "".
+
+    Options of Hypothesis load a copy with another name, such as "brief-with-verbose-verbosity".
+    """
+    loaded = settings.get_current_profile_name().partition("-with-")[0]
+    is_ours = loaded in _PROFILES and settings.get_profile(loaded) is _PROFILES[loaded]
+    return loaded if is_ours else ""
 
 
 def allow_fixtures(test: Any) -> None:
@@ -142,9 +151,8 @@ def chosen(
             the test's name.
     """
     profile = _PROFILES[name()]
-    values: dict[str, Any] = {}
-    if settings.get_profile(settings.get_current_profile_name()) is not profile:
-        values = _differing(settings.default, settings.get_profile("default"))
+    loaded = settings.get_profile(settings.get_current_profile_name())
+    values = _differing(loaded, settings.get_profile(_own_name() or "default"))
     if (own := marks.get("_hypothesis_internal_use_settings")) is not None:
         values |= _differing(own, marks.get("sp_core_base", settings.default))
         values["suppress_health_check"] = {*SUPPRESSED, *own.suppress_health_check}

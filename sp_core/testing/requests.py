@@ -1,22 +1,20 @@
-"""Replace mpi4py's requests, so that their waits end if a peer has failed. Name unchecked calls.
+"""Replace mpi4py's requests, so that their waits end if a peer has failed.
 
 mpi4py waits inside MPI, where nothing can wake a rank. `install` replaces `MPI.Request` and
 `MPI.Prequest`, once in a process, by subclasses that poll. Requests of communicators without checks
-are handed on to mpi4py. `say` prints the calls that are not checked between ranks.
+are handed on to mpi4py.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from sp_core.errors import CollectiveMismatch
-from sp_core.launch.watch import here
-from sp_core.testing import session
 from sp_core.testing.carriers import patiently
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import Beginning, Call, Message
 from sp_core.testing.stuck import Ends, turn
+from sp_core.testing.unchecked import UNCHECKED, say
 
 OBJECT = "a pickled object"
 
@@ -100,6 +98,12 @@ def _made(request: Any) -> Any:
     return request if beginning is None else beginning.settle()
 
 
+def _made_by_now(request: Any) -> Any:
+    """Return the request of MPI, or None if not all ranks have announced its collective."""
+    beginning: Beginning | None = getattr(request, "beginning", None)
+    return _made(request) if beginning is None or beginning.step() else None
+
+
 def request_classes(request: Any, persistent: Any) -> dict[str, type]:
     """Return by name the classes that replace `MPI.Request` and `MPI.Prequest`, given these."""
 
@@ -110,6 +114,14 @@ def request_classes(request: Any, persistent: Any) -> dict[str, type]:
         persistent.Start(self)
         if transfer is not None:
             transfer.start(self)
+
+    def get_status(self: Any, status: Any = None) -> bool:
+        made = _made_by_now(self)
+        return made is not None and request.Get_status(made, status)
+
+    def is_active(self: Any) -> bool:
+        made = _made_by_now(self)
+        return made is None or request.__bool__(made)
 
     def free(self: Any) -> None:
         self = _made(self)
@@ -128,7 +140,8 @@ def request_classes(request: Any, persistent: Any) -> dict[str, type]:
         for kind in ("Test", "Wait", "test", "wait")
         for name in (kind, f"{kind}any", f"{kind}all", f"{kind}some")
     }
-    made = replacement(request, {**waits, "Free": free})
+    asks = {"Get_status": get_status, "get_status": get_status, "__bool__": is_active}
+    made = replacement(request, {**waits, **asks, "Free": free})
     starts = {"Start": start, "Startall": classmethod(start_all)}
     return {"Request": made, "Prequest": replacement(persistent, starts, made)}
 
@@ -140,7 +153,10 @@ def _under(request: Any) -> Any:
 
 def _method(base: Any, name: str) -> Any:
     """Return the method `name` of requests, such as "Waitall", which polls with mpi4py's tests."""
+    from mpi4py import MPI
+
     test = name.replace("Wait", "Test").replace("wait", "test")
+    find = _made_by_now if name == test else _made
 
     def run(requests: Sequence[Any], target: Any, status: Any) -> Any:
         transfers = [t for t in map(_under, requests) if t is not None and not t.done]
@@ -155,18 +171,28 @@ def _method(base: Any, name: str) -> Any:
         return got
 
     def single(self: Any, status: Any = None) -> Any:
-        beginning: Beginning | None = getattr(self, "beginning", None)
-        if beginning is not None and name == "Test" and not beginning.step():
-            return False
-        return run([_made(self)], _made(self), status)
+        made = find(self)
+        return _nothing(test) if made is None else run([made], made, status)
 
     def several(
         cls: type, requests: Sequence[Any], status: Any = None, statuses: Any = None
     ) -> Any:
-        made = [*map(_made, requests)]
+        made = [*map(find, requests)]
+        if None in made and (test.endswith("all") or not any(made)):
+            return _nothing(test)
+        made = [MPI.REQUEST_NULL if each is None else each for each in made]
         return run(made, made, status if statuses is None else statuses)
 
     return single if len(test) == 4 else classmethod(several)
+
+
+def _nothing(test: str) -> Any:
+    """Return the result of mpi4py's method `test`, such as "Testany", if no request is complete."""
+    from mpi4py import MPI
+
+    capital = {"Test": False, "Testall": False, "Testany": (MPI.UNDEFINED, False), "Testsome": []}
+    small: dict[str, Any] = {"testany": (MPI.UNDEFINED, False, None), "testsome": ([], [])}
+    return (small | capital).get(test, (False, None))
 
 
 def _room(several: str, given: Any) -> Any:
@@ -292,55 +318,6 @@ def _hear(transfers: Sequence[Transfer]) -> None:
     for transfer in transfers:
         if transfer.is_message:
             transfer.comm.lockstep.waiting(transfer.what)
-
-
-UNCHECKED = {
-    "Create_group": "only members of the group call it; the new communicator is checked",
-    **dict.fromkeys(
-        ("Create_intercomm", "Accept", "Connect", "Spawn", "Spawn_multiple"),
-        "it returns an intercommunicator, whose calls go to mpi4py unchecked",
-    ),
-    **dict.fromkeys(
-        (
-            "Revoke",
-            "Agree",
-            "Iagree",
-            "Shrink",
-            "Ishrink",
-            "Get_failed",
-            "Ack_failed",
-            "Is_revoked",
-        ),
-        "it serves programs whose ranks may die, and the check needs all ranks",
-    ),
-    **dict.fromkeys(
-        ("Psend_init", "Precv_init"),
-        "its partitions are marked ready by calls of the request, not of a communicator",
-    ),
-    **dict.fromkeys(
-        ("Win.Create", "Win.Allocate", "Win.Allocate_shared", "Win.Create_dynamic"),
-        "in one-sided communication the target rank makes no call that could be compared",
-    ),
-    **dict.fromkeys(
-        ("Isendrecv", "Isendrecv_replace"),
-        "MPICH does not report their received messages, so later messages are unchecked too",
-    ),
-    "a message in memory of a kind that only mpi4py knows": "its length is not known, so "
-    "messages after it are unchecked too",
-    "File.Open": "calls on a file do not go through its communicator",
-}
-"""Calls on or with a communicator that the ranks do not check: by name, the reason."""
-
-
-def say(name: str) -> None:
-    """Print once that the ranks do not check a call; the session's report repeats this."""
-    text = (
-        f"not checked between ranks: {name}, because "
-        f"{UNCHECKED.get(name, 'this version of the kit does not know it')}"
-    )
-    if text not in session.current.notes:
-        session.current.notes[text] = None
-        print(f"sp_core.testing: {text} (first at {here()})", file=sys.stderr)  # noqa: T201  # once
 
 
 class _Replaced(type):

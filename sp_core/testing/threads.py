@@ -120,12 +120,15 @@ class ThreadComm(_OfThreads, LockstepComm):
         name = f"{self._carrier.name}.{name}"
         return ThreadComm(ThreadCarrier(self._world, name, rank, members), self.family)
 
+    def _require(self, flow: Flow) -> None:
+        for _, part in (*flow.gives, *flow.takes):
+            view(part)
+        require_reducible(flow)
+
     def _make(
         self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]
     ) -> ThreadRequest | None:
         op = op_of(form)
-        with self._named(form):
-            require_reducible(flow)
         if form != op:
             then = partial(deliver, op, self.rank, flow)
             return self._begin(f"a started {op}", None, flow, then)
@@ -269,12 +272,14 @@ class ThreadComm(_OfThreads, LockstepComm):
         """Return a message's tag as a number, and its memory: None if `peer` is MPI.PROC_NULL.
 
         Raise ValueError if the tag is below `least`, or `peer` is no rank of this communicator.
+        Raise RankError if the communicator is freed.
 
         Args:
             op: "Isend" or "Irecv".
             buf: the buffer specification of the message.
             peer, tag, least: the rank of the other side; the tag, and the least that may be given.
         """
+        self._allow(Call(op))
         with self._named(op):
             require(int(tag) >= least, f"no message has the tag {tag}. Pass 0 or more.")
         # a caller that has MPI.PROC_NULL has imported mpi4py

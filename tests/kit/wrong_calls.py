@@ -71,11 +71,6 @@ ON_PROCESSES: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         lambda c: c.Send([sent(4), 1, MPI.DOUBLE.Create_vector(2, 1, 2).Commit()], 1),
         lambda c: c.Recv(sent(2, "i8"), 0),
     ),
-    "no numbers of another datatype": (
-        NOT_AS_SENT,
-        lambda c: c.Send([None, 0, MPI.DOUBLE], 1),
-        lambda c: c.Recv(sent(2, "i8"), 0),
-    ),
     "two of a tag and one of another": (
         STUCK,
         lambda c: crossed(c, 1),

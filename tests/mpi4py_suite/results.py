@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from studies.records import read_lines, table
 
-from sp_core.testing.requests import UNCHECKED
+from sp_core.testing.unchecked import UNCHECKED
 
 KINDS = ("plain", "checked")
 WORDS = ("passed", "skipped", "failed", "not run")
