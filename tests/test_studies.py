@@ -24,7 +24,7 @@ from kit.faults import CRASHES, FAULTS
 from mpi4py_suite import __main__ as suite_command
 from mpi4py_suite.results import KINDS, KNOWN, Result, merged
 from soak import __main__ as soak_command, runs as runs_module
-from soak.laws import FILES, LEFT_OUT
+from soak.laws import FILES, LEFT_OUT, THREADS_ONLY
 from soak.runs import Run, carried_out, load
 from studies.commands import RANKS, ROOT
 from studies.records import junit
@@ -123,6 +123,19 @@ def test_a_stage_without_a_result_has_failed(
     assert (
         failure["command"] == f'SP_PROFILE=soak {launch} --only-mpi --hypothesis-seed=7 "{SEEDED}"'
     )
+
+
+def test_a_stage_without_files_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise pytest would run the whole suite."""
+    begun = Mock(return_value=(1, []))
+    monkeypatch.setattr(runs_module, "run_stage", begun)
+    once = ["--runs", "1", "--loaded", "0", "--out", str(tmp_path), "--tests", THREADS_ONLY[0]]
+    assert soak_command.main(once) == 0
+    assert [call.args[0] for call in begun.mock_calls] == ["threads"]
+    assert soak_command.main([*once, "--stages", "ranks"]) == 2
+    assert "run as threads only" in capsys.readouterr().out
 
 
 TWO_FAILED = """
