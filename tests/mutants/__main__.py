@@ -1,7 +1,7 @@
 """`nox -s mutants`: plant every fault of the catalogue, one at a time, and see the tests fail.
 
 The exit code is 1 if a mutant survives, hangs, is stale, or keeps the tests from starting. It is 2
-if no mutant is chosen, or if a test fails without a mutant.
+if no mutant is chosen, a test fails without a mutant, or the machine cannot run tests apart.
 """
 
 import compileall
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mutants.catalogue import Exclusion, Mutant, exclusions, mutants
 from mutants.trial import Outcome, Stage, tried
-from studies.commands import ROOT
+from studies.commands import ROOT, refused
 from studies.records import table, write
 
 from benchmarks.launching import Options, about, parse
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parse("nox -s mutants --", __doc__, OPTIONS, arguments)
     chosen = selected(mutants(), options.only)
-    if not chosen:
-        print("no mutant is chosen", flush=True)
+    if problem := refused() if chosen else "no mutant is chosen":
+        print(problem, flush=True)
         return 2
     compileall.compile_dir(ROOT / "sp_core", quiet=1)  # otherwise every copy would compile again
     with ThreadPoolExecutor(options.jobs) as pool:
