@@ -4,6 +4,7 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from mutants import __main__ as command, catalogue, trial
@@ -124,6 +125,20 @@ def test_nothing_is_tried_where_no_process_can_be_started_apart(
     assert command.main(["--only", "LSE", "--out", str(tmp_path)]) == 2
     assert "unshare failed\nTo try mutants" in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == []
+
+
+def test_the_report_of_an_interrupted_run_has_what_was_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = [*[Outcome("survived")] * 2, KeyboardInterrupt]
+    one, other = SMALL, replace(SMALL, id="LSE-1/x", title="another title")
+    monkeypatch.setattr(command, "refused", str)
+    monkeypatch.setattr(command, "mutants", lambda: [one, other])
+    monkeypatch.setattr(command, "tried", Mock(side_effect=ended))
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["--out", str(tmp_path)])
+    text = (tmp_path / "mutants.md").read_text()
+    assert (one.title in text, other.title in text) == (True, False)
 
 
 BODIES = """

@@ -7,7 +7,6 @@ if no mutant is chosen, a test fails without a mutant, or the machine cannot run
 import compileall
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from mutants.trial import Outcome, Stage, tried
 from studies.commands import ROOT, refused
 from studies.records import table, write
 
+from benchmarks import launching
 from benchmarks.launching import Options, about, parse
 
 SECONDS = 240.0
@@ -44,13 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if red := [words for words in pool.map(_unchanged, named(chosen)) if words]:
             print(*red, sep="\n", flush=True)
             return 2
-        results = list(pool.map(_told, chosen))
-    plain = [
-        {"id": m.id, "family": m.family, "file": m.file, **asdict(outcome)}
-        for m, outcome in results
-    ]
-    write(options.out, "mutants", markdown(results, exclusions()), plain)
-    print(f"{score(results)} killed; {options.out}/mutants.md", flush=True)
+        results: list[Result] = []
+        try:
+            results.extend(pool.map(_told, chosen))
+        finally:
+            plain = [
+                {"id": m.id, "family": m.family, "file": m.file, **asdict(outcome)}
+                for m, outcome in results
+            ]
+            write(options.out, "mutants", markdown(results, exclusions()), plain)
+            print(f"{score(results)} killed; {options.out}/mutants.md", flush=True)
     return int(any(outcome.verdict != "killed" for _, outcome in results))
 
 
@@ -119,4 +122,4 @@ def _row(mutant: Mutant, outcome: Outcome) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launching.main(main)

@@ -10,7 +10,6 @@ up too early; `--resume` then continues.
 import argparse
 import compileall
 import os
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from mutants.trial import ON_RANKS, Outcome, tried
 from studies.commands import ROOT, refused
 from studies.records import add_line, named, read_lines, write
 
+from benchmarks import launching
 from benchmarks.checkout import commit
 from benchmarks.launching import parse
 
@@ -170,4 +170,4 @@ def _results(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launching.main(main)
