@@ -269,6 +269,7 @@ REFUSED = {
     },
     "peers": {
         "--seq 30": "multiples of 4",
+        "--seq 32 --ranks 4,6 --heads 12": "multiples of 24",
         "--seq 64,64": "appear once",
         "--seq many": "not a list of numbers",
         "--launches 0": "0 is not 1 or more",
