@@ -134,13 +134,20 @@ def run_launch(
     Returns:
         The last lines of the ranks' output if the launch failed, else an empty text.
     """
-    before, found = len(records.read(setting.out).records), dict(INTERRUPTED)
+    found = dict(INTERRUPTED)
     job = (ranks, "benchmarks.cases.session:measure", setting, launch)
     try:
         found = launching.run(*job, progress, root=root)
     finally:
-        complete(cases, records.read(setting.out).records[before:], setting, found)
+        complete(cases, own(setting).records, setting, found)
     return str(found.get("output", ""))
+
+
+def own(setting: Setting) -> records.Reading:
+    """Read the records of a launch from its file, into which other runs may write meanwhile."""
+    reading, mine = records.read(setting.out), (setting.run_id, setting.launch)
+    reading.records = [one for one in reading.records if (one.run_id, one.launch) == mine]
+    return reading
 
 
 def complete(
@@ -169,14 +176,13 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     total, counts = sum(map(len, plan.values())), ", ".join(map(str, plan))
     tables.say(f"{total} measurements: P = {counts}; this machine offers {cores()} cores.")
     warn_of_load()
-    earlier = len(records.read(setting.out).records)
     problem = ""
     try:
-        _launch_all(plan, setting, launch, root, earlier)
+        _launch_all(plan, setting, launch, root)
     except OSError as error:
         problem = str(error)  # with the file, if there is one
-    reading = records.read(setting.out)
-    found = reading.records[earlier:]
+    reading = own(setting)
+    found = reading.records
     for table in [*tables.per_ranks(derive.rows(found)), *tables.failures(found)]:
         tables.show(table)
     tables.say(f"records: {setting.out}")
@@ -186,8 +192,8 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     return int(len(found) < total or any(record.status not in MEASURED for record in found))
 
 
-def _launch_all(plan: Plan, setting: Setting, launch: Launch, root: Path, earlier: int) -> None:
-    """Run all launches; if interrupted, record what was not reached. `earlier` records are old."""
+def _launch_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> None:
+    """Run all launches; if interrupted, record what was not reached."""
     try:
         for ranks, cases in plan.items():
             name = f"P = {ranks}"
@@ -197,8 +203,7 @@ def _launch_all(plan: Plan, setting: Setting, launch: Launch, root: Path, earlie
                 tables.say(f"{name} went wrong; the last lines of its output:\n{output}", "red")
     except KeyboardInterrupt:
         print("\nbench: interrupted; what is complete is kept.", file=sys.stderr)
-        done = records.read(setting.out).records[earlier:]
-        complete(chain(*plan.values()), done, setting, INTERRUPTED)
+        complete(chain(*plan.values()), own(setting).records, setting, INTERRUPTED)
 
 
 def warn_of_load() -> None:
@@ -212,14 +217,15 @@ def warn_of_load() -> None:
 
 def _setting(options: argparse.Namespace) -> Setting:
     now, root = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), options.root.resolve()
-    out = options.out or REPORTS / f"bench-{now}.jsonl"
+    run_id = f"{now}-{uuid4().hex[:6]}"
+    out = options.out or REPORTS / f"bench-{run_id}.jsonl"
     if not (root / "sp_core").is_dir():
         raise UsageError(
             f"--root {root} has no folder sp_core. Pass a checkout of this repository."
         )
     return Setting(
         out=str(out.resolve()),
-        run_id=f"{now}-{uuid4().hex[:6]}",
+        run_id=run_id,
         commit=commit(root),
         only=tuple(options.only),
         layers=tuple(options.layer),

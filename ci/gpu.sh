@@ -69,6 +69,7 @@ sees=$("$python" -c 'import torch, sys; print(torch.cuda.is_available(), sys.exe
 mkdir -p "${2:-$root/reports/gpu}"
 out=$(cd "${2:-$root/reports/gpu}" && pwd)
 venv=${SP_VENV:-${TMPDIR:-/tmp}/sp_core-gpu-$UID}
+[[ $venv == /* ]] || venv=$PWD/$venv
 [[ -n ${SP_VENV:-} || ! -e $venv || -O $venv ]] || fail "$venv belongs to someone else. Name another folder: SP_VENV=..."
 results=$(mktemp -d)
 child=

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     platforms = (f"--platform={name}_{machine}" for name in PLATFORMS)
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as new:
+    with tempfile.TemporaryDirectory(dir=folder) as new:
         words = [*pip, f"--python-version={version}", *platforms, "--dest", new, *pinned]
         if code := subprocess.run(words, check=False).returncode:
             return code

@@ -143,12 +143,10 @@ def test_an_end_in_the_middle_loses_nothing(
     """If a launch dies in its second case, the launch of more ranks follows all the same.
 
     After an interruption it does not. The job's folder lies below the checkout, which all nodes
-    share, and is removed. Records of an earlier run count for nothing.
+    share, and is removed. Records of another run into the file count for nothing.
     """
     out, folders = tmp_path / "records.jsonl", list[Path]()
     (tmp_path / "sp_core").mkdir()
-    earlier = Setting().record(planned("c", ranks=1)[0], status="missing", reason="none")
-    records.append(out, earlier)
 
     def watch(command: list[str], folder: Path, timeout: float, progress: Any) -> Any:
         job = json.loads((folder / "job.json").read_text())
@@ -158,6 +156,8 @@ def test_an_end_in_the_middle_loses_nothing(
         parts["timing"] = GOOD["timing"] | {"per_rank_median_s": [0.5] * job["ranks"]}
         setting = msgspec.convert(job["setting"], Setting)
         records.append(out, setting.record(planned("a", ranks=job["ranks"])[0], **parts))
+        other = planned("c", ranks=job["ranks"])[0]
+        records.append(out, Setting().record(other, status="missing", reason="none"))
         news = {"case": "b", "phase": "measuring b", "done": 1, "total": 2}
         (folder / "progress").write_text(json.dumps(news))
         progress(**news)
@@ -169,7 +169,8 @@ def test_an_end_in_the_middle_loses_nothing(
     plan = {ranks: planned("a", "b", "c", ranks=ranks) for ranks in (1, 2)}
     monkeypatch.setattr(record, "listing", lambda *_: plan)
     assert record.main(["--out", str(out), "--root", str(tmp_path)]) == 1
-    assert [(r.case.id, r.status, r.reason) for r in records.read(out).records[1:]] == told
+    found = [one for one in records.read(out).records if one.run_id != Setting().run_id]
+    assert [(one.case.id, one.status, one.reason) for one in found] == told
     assert not any((launching.REPORTS / folder).exists() for folder in folders)
 
 
@@ -268,6 +269,7 @@ REFUSED = {
     },
     "peers": {
         "--seq 30": "multiples of 4",
+        "--seq 32 --ranks 4,6 --heads 12": "multiples of 24",
         "--seq 64,64": "appear once",
         "--seq many": "not a list of numbers",
         "--launches 0": "0 is not 1 or more",

@@ -220,6 +220,25 @@ def test_only_the_named_tests_run_and_ctrl_c_leaves_them_time_to_end(
     assert all(call.kwargs["interrupt_timeout"] >= 60 for call in session.run.mock_calls)
 
 
+def test_explore_draws_the_domains_with_the_same_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, session = noxfile(monkeypatch), Mock(posargs=["--mpi", "mpich"], env={})
+    names["explore"].__globals__["_prepare"] = Mock(return_value="python")
+    names["explore"](session)
+    (_, given), _ = session.notify.call_args
+    assert given[2:] == ["--mpi", "mpich"]
+
+
+def test_a_merged_junit_file_has_no_results_of_earlier_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, session = noxfile(monkeypatch), Mock()
+    names["junit"].__globals__["REPORTS"] = tmp_path
+    (part := tmp_path / "mpich-ranks.xml").touch()
+    names["junit"](session)
+    assert session.run.call_args.args[-2:] == (str(part), str(tmp_path / "junit.xml"))
+    assert not part.exists()
+
+
 def test_options_alone_leave_torchrun_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without files pytest would collect tests that import mpi4py, which is not there."""
     names, session = noxfile(monkeypatch), Mock(posargs=["-k", "x"])

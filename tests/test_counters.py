@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -114,6 +115,18 @@ def test_a_snapshot_stays_as_it_is(comm: Any) -> None:
             sp.all_reduce(torch.ones(9), comm=mesh["sp"])
             told.append(mesh["sp"].counters.snapshot())
     assert [every["all_reduce"]["calls"] for every in told] == [1, 2]
+
+
+@pytest.mark.mpi_skip
+def test_no_constants_of_earlier_measurements_are_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SP_TUNING", "/proc/nope")
+    monkeypatch.setattr(counters, "SIZES", (2,))
+    monkeypatch.setattr(counters, "chosen", Mock(return_value=some(2)[:1]))
+    monkeypatch.setattr(counters, "load", dict)
+    assert counters.main([]) == 1
+    assert "1 entries, 1 differences" in capsys.readouterr().out
 
 
 def test_the_table_has_every_case_and_no_other() -> None:

@@ -110,7 +110,8 @@ def test_the_gpu_command_makes_its_environment_again_for_another_python_torch_or
     gpu_steps(gpu, "table")
     gpu_steps(gpu, "table")
     Path(gpu["SP_VENV"], "complete").write_text("")
-    gpu_steps(gpu, "table")
+    elsewhere = ("env", "-C", tmp_path, ROOT / "ci" / "gpu.sh", gpu["WHEELS"], "other-out", "table")
+    run({**gpu, "SP_VENV": "venv"}, *elsewhere)
     assert len([line for line in called(gpu) if " install " in line]) == 4
 
 
@@ -235,6 +236,7 @@ def test_the_wheels_are_those_of_this_environment(
     assert {path.name for path in folder.iterdir()} == kept | (old if pip else {new})
     assert [*tmp_path.iterdir()] == [folder]
     ((words,), _) = made.call_args
+    assert Path(words[words.index("--dest") + 1]).parent == folder  # which may be a mount
     assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
     pinned = dict(word.split("==") for word in words if "==" in word)
     assert pinned["hypothesis"] == version("hypothesis")

@@ -3,12 +3,15 @@
 import re
 import signal
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from mutants import __main__ as command, catalogue, trial
 from mutants.catalogue import Exclusion, Mutant
 from mutants.trial import Ending, Outcome, Stale, judged
-from studies.commands import ROOT, copied
+from studies import commands
+from studies.commands import ROOT, copied, refused
 
 CATALOGUE = catalogue.mutants()
 EXCLUDED = catalogue.exclusions()
@@ -113,6 +116,31 @@ def test_a_report_counts_by_class_and_names_survivors() -> None:
     assert all(x.reason in text for x in EXCLUDED)
 
 
+def test_nothing_is_tried_where_no_process_can_be_started_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Otherwise each mutant would count as killed, because its tests end with an error."""
+    monkeypatch.setattr(commands, "APART", ("sh", "-c", "echo unshare failed; exit 1"))
+    monkeypatch.setattr(command, "tried", pytest.fail)
+    assert command.main(["--only", "LSE", "--out", str(tmp_path)]) == 2
+    assert "unshare failed\nTo try mutants" in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_report_of_an_interrupted_run_has_what_was_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = [*[Outcome("survived")] * 2, KeyboardInterrupt]
+    one, other = SMALL, replace(SMALL, id="LSE-1/x", title="another title")
+    monkeypatch.setattr(command, "refused", str)
+    monkeypatch.setattr(command, "mutants", lambda: [one, other])
+    monkeypatch.setattr(command, "tried", Mock(side_effect=ended))
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["--out", str(tmp_path)])
+    text = (tmp_path / "mutants.md").read_text()
+    assert (one.title in text, other.title in text) == (True, False)
+
+
 BODIES = """
 import os, time
 from pathlib import Path
@@ -130,6 +158,8 @@ def test_stuck(): time.sleep(99)
 def test_tests_run_in_a_copy_apart_and_in_order_until_one_is_red_dead_or_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if problem := refused():
+        pytest.skip(problem)
     monkeypatch.setattr(trial, "MORE_SECONDS", 9.0)
     file, found = "tests/test_order.py", []
     with copied() as copy:

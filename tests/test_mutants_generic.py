@@ -5,6 +5,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from mutants import generic, sample, tally
@@ -13,6 +14,7 @@ from mutants.reach import NEAR_SECONDS, Reached
 from mutants.sample import Equivalent
 from mutants.tally import Result, Score
 from mutants.trial import Outcome
+from studies import commands
 from studies.commands import ROOT
 
 FILE = "sp_core/mask/blocks.py"
@@ -245,6 +247,28 @@ def test_edits_are_chosen_by_room_operator_file_and_id() -> None:
     for name in ("mask", FILE, some[0].id):
         assert generic.selected(some, [name]) == some[:1]
     assert generic.selected(some, ["constants", "mask"]) == some
+
+
+@pytest.mark.parametrize(
+    ("only", "apart", "told"),
+    [("no such room", "true", "no edit of the sample is chosen"), ("mask", "false", "To try")],
+)
+def test_a_report_stays_if_no_edit_is_chosen_or_can_be_tried(
+    only: str,
+    apart: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(sample, "candidates", lambda **_: [small(1)])
+    monkeypatch.setattr(sample, "equivalents", list)
+    monkeypatch.setattr(generic, "_reached", pytest.fail)
+    monkeypatch.setattr(commands, "APART", (apart,))
+    (journal := tmp_path / "generic.jsonl").touch()
+    assert generic.main(["--only", only, "--out", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == [journal]
 
 
 SILENT = '''"""A text of 3 words."""

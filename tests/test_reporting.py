@@ -253,11 +253,12 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(
         "empty.jsonl": b"",
         "other.jsonl": b'{"name": "a package"}',
         "<b>.jsonl": b"[]",
+        "latin.jsonl": b'{"traceEvents": [{"ph": "\xff"}]}',
     }
     for name, content in foreign.items():
         (tmp_path / name).write_bytes(content)
     names = [tmp_path / name for name in (*foreign, "missing.jsonl", "good.jsonl")]
-    shown, page = report(tmp_path, *names, tmp_path, "--trace", tmp_path / "other.jsonl")
+    shown, page = report(tmp_path, *names, tmp_path, "--trace", tmp_path / "latin.jsonl")
     told = capsys.readouterr().err
     for name in (*foreign, "missing.jsonl", "good.jsonl, line 2"):
         assert name in told

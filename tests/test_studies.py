@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from deaths import trial
@@ -23,7 +24,7 @@ from kit.faults import CRASHES, FAULTS
 from mpi4py_suite import __main__ as suite_command
 from mpi4py_suite.results import KINDS, KNOWN, Result, merged
 from soak import __main__ as soak_command, runs as runs_module
-from soak.laws import FILES, LEFT_OUT
+from soak.laws import FILES, LEFT_OUT, THREADS_ONLY
 from soak.runs import Run, carried_out, load
 from studies.commands import RANKS, ROOT
 from studies.records import junit
@@ -122,6 +123,19 @@ def test_a_stage_without_a_result_has_failed(
     assert (
         failure["command"] == f'SP_PROFILE=soak {launch} --only-mpi --hypothesis-seed=7 "{SEEDED}"'
     )
+
+
+def test_a_stage_without_files_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise pytest would run the whole suite."""
+    begun = Mock(return_value=(1, []))
+    monkeypatch.setattr(runs_module, "run_stage", begun)
+    once = ["--runs", "1", "--loaded", "0", "--out", str(tmp_path), "--tests", THREADS_ONLY[0]]
+    assert soak_command.main(once) == 0
+    assert [call.args[0] for call in begun.mock_calls] == ["threads"]
+    assert soak_command.main([*once, "--stages", "ranks"]) == 2
+    assert "run as threads only" in capsys.readouterr().out
 
 
 TWO_FAILED = """
@@ -298,8 +312,8 @@ def written(out: Path, plain: dict[str, str], checked: dict[str, str], number: i
         for rank in range(2):
             text = "".join(f"{json.dumps(line)}\n" for line in lines)
             (folder / f"rank{rank}.jsonl").write_text(text)
-        (folder / suite_command.OUTPUT).touch()
-    return suite_command.concluded(out)
+        (folder / suite_command.ENDED).write_text("this code 0")
+    return suite_command.concluded(out, "this code")
 
 
 PASSED = {"test_a": "passed", "test_b": "skipped"}
@@ -326,6 +340,28 @@ def test_what_ends_otherwise_or_not_at_all_is_red(
     (row,) = json.loads((tmp_path / "REPORT.json").read_text())
     assert sum(row["checked"].values()) == 2
     assert bool(row["unexplained"]) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "again"),
+    [("this code", 0, 0), ("this code", 1, 20), ("old code", 0, 20)],
+)
+def test_a_launch_that_ended_well_is_repeated_for_other_code_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, ended: int, again: int
+) -> None:
+    """The folder has the ranks' results of an earlier launch. They count for this code only."""
+    begun = Mock(return_value=(ended, ""))
+    for name, value in {"fetched": Path, "printed": begun, "present": lambda: code}.items():
+        monkeypatch.setattr(suite_command, name, value)
+    suite_command.main(["--out", str(tmp_path)])
+    first = next(tmp_path.rglob(suite_command.ENDED)).with_name("rank0.old")
+    first.touch()
+    monkeypatch.setattr(suite_command, "present", lambda: "this code")
+    begun.reset_mock()
+    suite_command.main(["--out", str(tmp_path)])
+    assert (begun.call_count, first.exists()) == (again, not again)
+    assert suite_command.concluded(tmp_path, "other code") == 1
+    assert json.loads((tmp_path / "REPORT.json").read_text()) == []
 
 
 def test_the_report_has_both_mpis_and_names_what_is_not_checked() -> None:

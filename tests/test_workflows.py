@@ -18,9 +18,11 @@ import sp_core
 WORKFLOWS = {
     path.name: path.read_text() for path in sorted((ROOT / ".github" / "workflows").iterdir())
 }
-INSTALL = (
-    "python3 -m venv .venv && .venv/bin/python -m pip install --quiet -c ci/constraints.txt nox"
+BEFORE = (
+    "python3 -m venv .venv && .venv/bin/python -m pip install --quiet -c ci/constraints.txt nox",
+    "sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
 )
+"""Commands that prepare a job."""
 NOX = re.compile(r"""\.venv/bin/nox -s (?:"(\w+)\([^"]*\)"|(\w+))( -- [^&|;<>`(]*)?""")
 OURS = "sp-core/sp_core/.github/workflows/gpu-run.yml@main"
 OF_MAIN = "github.repository == 'sp-core/sp_core' && github.ref == 'refs/heads/main'"
@@ -39,8 +41,8 @@ def jobs(text: str) -> dict[str, str]:
 
 
 def called(text: str) -> list[str | None]:
-    """Return the nox session of each command but INSTALL, None if it is no single call of nox."""
-    commands = [command for command in values("run", text) if command != INSTALL]
+    """Return the nox session of each command but BEFORE, None if it is no single call of nox."""
+    commands = [command for command in values("run", text) if command not in BEFORE]
     return [match and (match[1] or match[2]) for match in map(NOX.fullmatch, commands)]
 
 

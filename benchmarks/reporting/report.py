@@ -167,7 +167,7 @@ def read_trace(path: Path) -> Section:
     """
     try:
         trace = msgspec.json.decode(read_bytes(path), type=Trace)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ForeignError(f"{path}: {error}") from error
     spans = [event for event in trace.trace_events if event.ph == "X"]
     steps = sorted((e for e in spans if e.name == "step"), key=lambda step: step.pid)

@@ -5,7 +5,6 @@ not tried. It is also 1 if a script does not repeat what was found, or a planted
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +47,7 @@ def main(options: argparse.Namespace) -> int:
     if min(options.ranks) < 2 or options.examples < 1:
         raise UsageError("--ranks are 2 or more, --examples 1 or more")
     if options.script:
-        return _print_script(options.out / "REPORT.json", *options.script)
+        return _print_script(options.out, *options.script)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "ranks.log").unlink(missing_ok=True)
     code, began = commit(), time.monotonic()
@@ -166,9 +165,9 @@ def _faults(verdicts: dict[str, Any]) -> list[str]:
     ]
 
 
-def _print_script(report: Path, name: str, capability: str) -> int:
-    data = json.loads(report.read_text())
-    verdict = data["verdicts"][name][capability]
+def _print_script(folder: Path, name: str, capability: str) -> int:
+    data, unknown = read(folder), {"verdict": f"not in {folder}/REPORT.json"}
+    verdict = data.get("verdicts", {}).get(name, {}).get(capability, unknown)
     if "problem" not in verdict:
         raise UsageError(f"{name}, {capability}: {verdict['verdict']}, so nothing can be shown")
     version = next(column["version"] for column in data["libraries"] if column["name"] == name)

@@ -8,7 +8,6 @@ hangs, ranks get different errors, or a possible pair was not drawn.
 import multiprocessing
 import os
 import random
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -16,13 +15,14 @@ from pathlib import Path
 
 from studies.records import write
 
+from benchmarks import launching
 from benchmarks.launching import Options, about, parse
 from domains.report import Record, explored, markdown
 from domains.subjects import BY_NAME
 
 OPTIONS: Options = {
     "--seed": about(type=int, help="of the rows (default: any)"),
-    "--only": about(nargs="+", default=[*BY_NAME], metavar="CALL", help="names of public calls"),
+    "--only": about(nargs="+", default=[*BY_NAME], choices=[*BY_NAME], metavar="CALL"),
     "--jobs": about(type=int, default=os.cpu_count() or 1, help="how many (default: one a core)"),
     "--out": about(type=Path, default=Path("reports"), help="folder of the report"),
 }
@@ -50,4 +50,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launching.main(main)

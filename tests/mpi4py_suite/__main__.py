@@ -1,7 +1,8 @@
 """Run mpi4py's own tests of communication (`nox -s mpi4py`).
 
 They run on plain communicators, then on checked ones in their place. They are the tests of exactly
-the mpi4py that is installed. Launches whose results lie in the folder are not repeated.
+the mpi4py that is installed. A launch is not repeated if its results lie in the folder, it ended
+well, and the code and mpi4py are the same.
 
 The exit code is 1 if a test ends differently on checked communicators without a known reason, or
 if no test has passed on them.
@@ -9,6 +10,7 @@ if no test has passed on them.
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,6 +22,8 @@ from mpi4py_suite.results import KINDS, read, report, row
 from studies.commands import ROOT, printed
 from studies.records import write
 
+from benchmarks import launching
+from benchmarks.checkout import digest
 from benchmarks.launching import Options, about, parse
 
 GROUPS = {
@@ -38,7 +42,9 @@ GROUPS = {
 MORE_SECONDS = 60
 """A launch ends itself after its timeout; after so many more seconds it is killed."""
 OUTPUT = "output.txt"
-"""The file of the text that a launch printed; it exists only when the launch has ended."""
+"""The file of the text that a launch printed."""
+ENDED = "ended.txt"
+"""The file that a launch leaves at its end: which code it ran, and its exit code."""
 
 OPTIONS: Options = {
     "--ranks": about(type=int, nargs="*", default=[2, 4], help="default: 2 and 4"),
@@ -51,30 +57,39 @@ OPTIONS: Options = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parse("nox -s mpi4py --", __doc__, OPTIONS, arguments)
-    folder = fetched(options.out)
+    folder, code = fetched(options.out), present()
     for ranks, group, kind in itertools.product(options.ranks, options.groups, KINDS):
         out = place(options.out, ranks, kind, group)
         modules = [f"test_{name}" for name in GROUPS[group]]
-        if not (out / OUTPUT).exists():
-            launch(folder, out, ranks, kind, modules, options.timeout)
-    return concluded(options.out)
+        if not (out / ENDED).exists() or (out / ENDED).read_text() != f"{code} 0":
+            ended = launch(folder, out, ranks, kind, modules, options.timeout)
+            (out / ENDED).write_text(f"{code} {ended}")
+    return concluded(options.out, code)
 
 
-def concluded(out: Path) -> int:
-    """Write the report of all results in a folder, and return the exit code.
+def present() -> str:
+    """Return the digest of the code that a launch would run now, and the version of mpi4py."""
+    return f"{digest(ROOT, 'sp_core/**/*.py', 'tests/mpi4py_suite/*.py')} {version('mpi4py')}"
+
+
+def concluded(out: Path, code: str) -> int:
+    """Write the report of all results of this code in a folder, and return the exit code.
 
     It is 1 if a test ends differently without a known reason, or if no checked test has passed.
     """
     rows = []
     for ranks in sorted(out.glob("*/[0-9]*")):
-        found = [read(done.parent for done in (ranks / kind).glob(f"*/{OUTPUT}")) for kind in KINDS]
-        (about, plain), (_, checked) = found
-        rows.append(row(about, int(ranks.name), plain, checked))
+        ended = ranks.glob(f"*/*/{ENDED}")
+        if done := [file.parent for file in ended if file.read_text().startswith(f"{code} ")]:
+            found = (read(one for one in done if one.parent.name == kind) for kind in KINDS)
+            (about, plain), (_, checked) = found
+            rows.append(row(about, int(ranks.name), plain, checked))
     rows.sort(key=lambda row: (row["mpi"], row["ranks"]))
     lines = report(rows)
     write(out, "REPORT", lines, rows)
     print(*lines, sep="\n")
-    return int(any(row["unexplained"] or not row["checked"]["passed"] for row in rows))
+    red = any(row["unexplained"] or not row["checked"]["passed"] for row in rows)
+    return int(red or not rows)
 
 
 def fetched(out: Path) -> Path:
@@ -98,15 +113,21 @@ def place(out: Path, ranks: int, kind: str, group: str) -> Path:
 
 def launch(
     folder: Path, out: Path, ranks: int, kind: str, modules: Sequence[str], timeout: int
-) -> None:
-    """Launch some test modules on `ranks` ranks, and write the printed text into `out`."""
-    out.mkdir(parents=True, exist_ok=True)
+) -> int | None:
+    """Launch some test modules on `ranks` ranks, and write the printed text into an empty `out`.
+
+    Returns:
+        The exit code, None if the launch had to be killed.
+    """
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
     start = ("-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", str(timeout), "--")
     rank = ("python", "-m", "mpi4py_suite.rank", str(folder), kind, str(out), *modules)
     print(f"{ranks} ranks, {kind}: {' '.join(modules)}", flush=True)
-    _, text = printed((sys.executable, *start, *rank), out, os.environ, timeout + MORE_SECONDS)
+    ended, text = printed((sys.executable, *start, *rank), out, os.environ, timeout + MORE_SECONDS)
     (out / OUTPUT).write_text(text)
+    return ended
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launching.main(main)

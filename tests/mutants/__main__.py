@@ -1,13 +1,12 @@
 """`nox -s mutants`: plant every fault of the catalogue, one at a time, and see the tests fail.
 
 The exit code is 1 if a mutant survives, hangs, is stale, or keeps the tests from starting. It is 2
-if no mutant is chosen, or if a test fails without a mutant.
+if no mutant is chosen, a test fails without a mutant, or the machine cannot run tests apart.
 """
 
 import compileall
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -15,9 +14,10 @@ from pathlib import Path
 
 from mutants.catalogue import Exclusion, Mutant, exclusions, mutants
 from mutants.trial import Outcome, Stage, tried
-from studies.commands import ROOT
+from studies.commands import ROOT, refused
 from studies.records import table, write
 
+from benchmarks import launching
 from benchmarks.launching import Options, about, parse
 
 SECONDS = 240.0
@@ -36,21 +36,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parse("nox -s mutants --", __doc__, OPTIONS, arguments)
     chosen = selected(mutants(), options.only)
-    if not chosen:
-        print("no mutant is chosen", flush=True)
+    if problem := refused() if chosen else "no mutant is chosen":
+        print(problem, flush=True)
         return 2
     compileall.compile_dir(ROOT / "sp_core", quiet=1)  # otherwise every copy would compile again
     with ThreadPoolExecutor(options.jobs) as pool:
         if red := [words for words in pool.map(_unchanged, named(chosen)) if words]:
             print(*red, sep="\n", flush=True)
             return 2
-        results = list(pool.map(_told, chosen))
-    plain = [
-        {"id": m.id, "family": m.family, "file": m.file, **asdict(outcome)}
-        for m, outcome in results
-    ]
-    write(options.out, "mutants", markdown(results, exclusions()), plain)
-    print(f"{score(results)} killed; {options.out}/mutants.md", flush=True)
+        results: list[Result] = []
+        try:
+            results.extend(pool.map(_told, chosen))
+        finally:
+            plain = [
+                {"id": m.id, "family": m.family, "file": m.file, **asdict(outcome)}
+                for m, outcome in results
+            ]
+            write(options.out, "mutants", markdown(results, exclusions()), plain)
+            print(f"{score(results)} killed; {options.out}/mutants.md", flush=True)
     return int(any(outcome.verdict != "killed" for _, outcome in results))
 
 
@@ -119,4 +122,4 @@ def _row(mutant: Mutant, outcome: Outcome) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launching.main(main)

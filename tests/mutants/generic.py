@@ -2,14 +2,14 @@
 
 `--kit` edits the testing kit instead. Each edit is tried alone, by the tests that reach its lines;
 an edit of the kit only by the tests of the kit (`reach.OF_KIT`).
-The exit code is 1 if too few edits are killed. It is 2 if a test fails without an edit, or if
-`equivalent.toml` is stale. It is 3 if the time was up too early; `--resume` then continues.
+The exit code is 1 if too few edits are killed. It is 2 if a test fails without an edit, no edit is
+chosen, the machine cannot run tests apart, or `equivalent.toml` is stale. It is 3 if the time was
+up too early; `--resume` then continues.
 """
 
 import argparse
 import compileall
 import os
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +23,10 @@ from mutants.edits import Edit
 from mutants.reach import NEAR, STAGES
 from mutants.tally import Result
 from mutants.trial import ON_RANKS, Outcome, tried
-from studies.commands import ROOT
+from studies.commands import ROOT, refused
 from studies.records import add_line, named, read_lines, write
 
+from benchmarks import launching
 from benchmarks.checkout import commit
 from benchmarks.launching import parse
 
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(f"stale: {entry}" for entry in old), sep="\n", flush=True)
         return 2
     chosen = selected(sample.drawn(found, options.number, options.seed), options.only)
+    if problem := refused() if chosen else "no edit of the sample is chosen":
+        print(problem, flush=True)
+        return 2
     heading = f"Commit {named(commit())}, seed {options.seed}, {len(chosen)} of {len(found)} edits"
     print(heading, flush=True)
     end = time.monotonic() + options.seconds
@@ -166,4 +170,4 @@ def _results(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launching.main(main)

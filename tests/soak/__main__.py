@@ -1,7 +1,7 @@
 """`nox -s soak`: run the suite in its short profile many times, each time with a different seed.
 
 During some runs other processes keep all cores busy. The report is written again after each run.
-The exit code is 1 if a run failed.
+The exit code is 1 if a run failed, and 2 if there is nothing to run.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from soak.laws import FILES
-from soak.runs import STAGES, Run, carried_out
+from soak.runs import STAGES, Run, carried_out, of_stage
 from studies.commands import RANKS, ROOT
 from studies.records import named, table, write
 
@@ -37,6 +37,10 @@ KINDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parse("nox -s soak --", __doc__, OPTIONS, arguments)
+    stages = [stage for stage in options.stages if of_stage(stage, options.tests)]
+    if not stages:
+        print("these test files run as threads only: pass `--stages threads`", flush=True)
+        return 2
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     asked = [
         Run(kind, number, random.Random(f"{seed} {kind} {number}").randrange(2**31))
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done: list[dict[str, Any]] = []
     plain = {"seed": seed, "cores": os.cpu_count(), "tests": list(options.tests), "runs": done}
     for run in asked:
-        ended = carried_out(run, options.tests, options.stages, options.out)
+        ended = carried_out(run, options.tests, stages, options.out)
         print(told(ended), flush=True)
         done.append({**ended, "commit": commit()})
         write(options.out, "soak", markdown(plain), plain)

@@ -70,7 +70,7 @@ def run_stage(
         The number of its tests, and those that failed, or the stage if it did not end, each with
         the command that repeats it.
     """
-    files = [file for file in files if stage == "threads" or file not in THREADS_ONLY]
+    files = of_stage(stage, files)
     name, seed = f"{wanted_run.kind}-{wanted_run.number}-{stage}", wanted_run.seed
     xml = folder / f"{name}.xml"
     arguments = [*command(stage, seed, files), "-o", "junit_family=xunit1", f"--junitxml={xml}"]
@@ -88,6 +88,11 @@ def run_stage(
         {"stage": stage, "test": test, "words": short(said), "command": repeated(stage, seed, ids)}
         for test, said, ids in failed
     ]
+
+
+def of_stage(stage: str, files: Sequence[str]) -> list[str]:
+    """Return the files that run in a stage."""
+    return [file for file in files if stage == "threads" or file not in THREADS_ONLY]
 
 
 def short(words: str) -> str:

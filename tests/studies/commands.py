@@ -25,6 +25,15 @@ wrong edit of the code that ends leftover processes could end those of the whole
 """
 
 
+def refused() -> str:
+    """Return why this machine starts no command with `APART`, and what to do; "" if it does."""
+    code, text = printed([*APART, "true"], ROOT, os.environ, 60)
+    if code == 0:
+        return ""
+    allowed = "`sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`"
+    return f"{text.strip()}\nTo try mutants, be root, or allow user namespaces: {allowed}"
+
+
 @contextlib.contextmanager
 def copied() -> Iterator[Path]:
     """Yield the folder of a copy of the repository, with its compiled Python files."""

@@ -13,6 +13,7 @@ was wrong or a launch failed; 2 for options that cannot be run.
 """
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -135,7 +136,7 @@ def by_seeds(
 def refuse(options: argparse.Namespace, seqs: Iterable[int], counts: Sequence[int]) -> None:
     """Raise UsageError if a number of ranks cannot split a length."""
     if any(seq % (2 * size) for seq in seqs for size in counts):
-        text = f"--seq {options.seq}: pass lengths that are multiples of {2 * max(counts)}."
+        text = f"--seq {options.seq}: pass lengths that are multiples of {2 * math.lcm(*counts)}."
         raise UsageError(text)
 
 
