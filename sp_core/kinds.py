@@ -69,6 +69,8 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         (
             *("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seed", "seq_len"),
             *("size", "start", "max_tokens", "pass_tokens", "step", "hidden", "num_heads"),
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
         ),
         (is_whole, "a whole number"),
     ),
@@ -84,7 +86,10 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
     ),
     **dict.fromkeys(
-        ("deterministic", "return_lse", "causal", "tp_sp", "own", "recompute", "offload"),
+        (
+            *("deterministic", "return_lse", "causal", "tp_sp", "own", "recompute", "offload"),
+            "tie_word_embeddings",
+        ),
         (lambda x: isinstance(x, bool), "True or False"),
     ),
     **dict.fromkeys(("algorithm", "op"), (lambda x: isinstance(x, str), "a name")),
@@ -110,6 +115,14 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **dict.fromkeys(("temperature", "p", "dropout", "base", "tolerance"), (_is_real, "a number")),
     "top_p": (lambda x: x is None or _is_real(x), "a number, or None"),
+    **dict.fromkeys(
+        ("rms_norm_eps", "rope_theta"),
+        (
+            # other real numbers, such as NumPy's, cannot be written as JSON
+            lambda x: isinstance(x, int | float) and _is_real(x) and 0 <= x < math.inf,
+            "a finite number of at least 0, an int or a float",
+        ),
+    ),
     "cost": (lambda x: _is_real(x) and 0 <= x < math.inf, "a finite number >= 0"),
     "unit": (lambda x: _is_real(x) and 0 < x < math.inf, "a finite number above 0"),
     "layers": (

@@ -84,6 +84,7 @@ TAKEN = {
     "base": "numpy half narrow",
     "tolerance": "numpy half narrow endless",
     "top_p": "none half narrow",
+    "rms_norm_eps": "zero half",
     "cost": "zero numpy half narrow",
     "unit": "numpy half narrow",
     "layers": "list wholes tuple range halves all_endless",
