@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.worker import Intracomm
-from sp_core.machine import affinity, cores, cpu_model, node_cores
+from sp_core.machine import cores, cpu_model, node_cores
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ def is_crowded(world: Intracomm, threads: int) -> bool:
     from mpi4py import MPI
 
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    told = node.allgather((threads, {*affinity()}))
+    told = node.allgather((threads, os.sched_getaffinity(0)))
     node.Free()
     usable = min(len(set().union(*(bound for _, bound in told))), node_cores())
     crowded = sum(count for count, _ in told) > usable

@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,14 +31,7 @@ def require_linux() -> None:
 
 def cores() -> int:
     """Return how many cores this process may use, by CPU affinity and by containers' quotas."""
-    return _within_quota(len(affinity()))
-
-
-def affinity() -> Collection[int]:
-    """Return the numbers of the cores on which this process may run; all where it has no limit."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return range(os.cpu_count() or 1)
+    return _within_quota(len(os.sched_getaffinity(0)))
 
 
 def node_cores() -> int:

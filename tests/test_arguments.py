@@ -14,6 +14,7 @@ import torch
 import sp_core as sp
 from sp_core import arguments
 from sp_core.collectives.build import KINDS, NEEDED
+from sp_core.kinds import RULES
 from sp_core.testing import spmd
 
 OPTIMIZER = torch.optim.SGD([torch.ones(1)])
@@ -71,8 +72,19 @@ TAKEN = {
     "groups": "list lists",
     "count": "none zero numpy",
     "room": "list wholes tuple range",
-    "temperature": "zero numpy half narrow endless",
-    "top_p": "none zero numpy half narrow endless",
+    "max_tokens": "zero numpy",
+    "pass_tokens": "numpy",
+    "top_k": "none numpy",
+    "window": "none numpy",
+    "micro_batches": "none numpy",
+    "max_file_bytes": "none numpy",
+    "p": "zero numpy half narrow endless",
+    "temperature": "zero numpy half narrow",
+    "dropout": "zero half narrow",
+    "base": "numpy half narrow",
+    "tolerance": "numpy half narrow endless",
+    "top_p": "none half narrow",
+    "rms_norm_eps": "zero half",
     "cost": "zero numpy half narrow",
     "unit": "numpy half narrow",
     "layers": "list wholes tuple range halves all_endless",
@@ -104,7 +116,7 @@ for all that have the same check."""
 def is_taken(name: str, value: object) -> bool:
     try:
         arguments.check(**{name: value})
-    except TypeError:
+    except (TypeError, ValueError):
         return False
     return True
 
@@ -116,7 +128,7 @@ def test_an_argument_takes_these_values(name: str) -> None:
 
 
 def test_every_check_is_among_them() -> None:
-    assert {arguments._KINDS[name] for name in TAKEN} == {*arguments._KINDS.values()}
+    assert {RULES[name] for name in TAKEN} == {*RULES.values()}
 
 
 X = torch.ones(2, 3)

@@ -13,16 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     ("errors", "findings", "machine"),
-    (
-        "arguments",
-        "compiling",
-        "hashing",
-        "launch",
-        "observer",
-        "progress",
-        "scratch",
-        "segments",
-    ),
+    ("compiling", "hashing", "kinds", "launch", "observer", "progress", "scratch", "segments"),
+    ("arguments",),
     ("failing", "mask", "programs"),
     ("sharding",),
     ("attention", "scheduling", "tuning"),

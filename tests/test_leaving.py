@@ -170,8 +170,8 @@ def test_a_wait_that_an_error_has_interrupted_may_be_repeated(comm: Any) -> None
     """A signal handler may raise an error in it. The next wait returns the whole result."""
     with sp.Mesh(comm, sp=2) as mesh:
         pending = sp.all_reduce_start(torch.ones(4), comm=mesh["sp"], algorithm="ring")
-        waits = Mock(side_effect=[TimeoutError, pending._started])
-        pending._started = Mock(wait=lambda: waits().wait())
+        waits = Mock(side_effect=[TimeoutError, pending._wait])
+        pending._wait = lambda: waits()()
         with pytest.raises(TimeoutError):
             pending.wait()
         assert pending.wait().tolist() == [2.0] * 4

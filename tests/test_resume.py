@@ -5,7 +5,6 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from shutil import copy, copytree
@@ -193,26 +192,6 @@ def test_a_schedule_of_other_parts_is_refused(comm: Any, tmp_path: Path) -> None
             training.scheduler = SCHEDULES.SequentialLR(training.optimizer, parts, [2])
             with pytest.raises(sp.CheckpointError, match=r"scheduler .*'MultiStepLR'.*, now "):
                 training.load(folder / "saved")
-
-
-@spmd(1, 2)
-def test_a_schedule_that_was_saved_without_the_names_of_its_parts_is_loaded(
-    comm: Any, tmp_path: Path
-) -> None:
-    """Earlier versions saved only the outer one's name, which must still be equal."""
-    folder = shared(comm, tmp_path)
-    with mesh_of(comm, 0) as mesh:
-        made = partial(Training, CASE.model(mesh), "SGD", "warm-up, then milestones")
-        made().save(folder / "saved")
-        for name in ("ChainedScheduler", "SequentialLR"):
-            comm.Barrier()
-            if not comm.rank:
-                edited(lambda x: x["of"].update(scheduler=name), folder / "saved")  # noqa: B023
-            comm.Barrier()
-            fits = name == "SequentialLR"
-            refused = pytest.raises(sp.CheckpointError, match=f"scheduler '{name}', now ")
-            with nullcontext() if fits else refused:
-                made().load(folder / "saved")
 
 
 def edited(change: Callable[[Any], object], folder: Path) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sp_core.arguments import check_communicator, check_gradients
 from sp_core.collectives.build import build, check_summable
-from sp_core.collectives.maps import AllGather, AllReduce, Map, Started
+from sp_core.collectives.maps import AllGather, AllReduce, Map
 from sp_core.communicator import Communicator
 from sp_core.compiling import EagerFunction, eager
 
@@ -82,8 +82,10 @@ class _Apply(EagerFunction):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         transpose = ctx.transpose or ctx.mapping.transpose
         if isinstance(transpose, Map):
-            check = partial(check_gradients, transpose.comm, *grads)
-            ctx.agree(f"the backward of {ctx.mapping.name}", check)
+            ctx.agree(
+                f"the backward of {ctx.mapping.name}",
+                partial(check_gradients, transpose.comm, *grads),
+            )
         return _apply(grads[0], transpose, ctx.mapping, transpose.run), None, None, None
 
 
@@ -106,7 +108,7 @@ class Pending:
 
     def __init__(self, x: Tensor, mapping: Map) -> None:
         self._mapping = mapping
-        self._started: Started | None = None
+        self._wait: Callable[[], Tensor] | None = None
         # `wait` returns this tensor; it has no values before
         self._result = _apply(x, mapping, None, self._start)
 
@@ -118,9 +120,9 @@ class Pending:
 
     def _start(self, x: Tensor) -> Tensor:
         """Begin the collective on x, and return the result tensor, which has no values yet."""
-        self._started = self._mapping.start(x.detach())
+        out, self._wait = self._mapping.start(x.detach())
         # the same memory in another tensor: writing into a view would change the graph of this one
-        return self._started.out.detach()
+        return out.detach()
 
     @eager
     def wait(self) -> Tensor:
@@ -133,9 +135,9 @@ class Pending:
             RankError: the collective is incomplete, and this rank has left the mesh because of an
                 error, or another rank has (`PeerFailed`).
         """
-        if self._started is not None:
-            self._started.wait()
-            self._started = None
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
         return self._result
 
 
@@ -269,8 +271,7 @@ class _CopyAllToGroup(EagerFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        check = partial(check_gradients, ctx.comm, *grads)
-        ctx.agree("the backward of copy_all_to_group", check)
+        ctx.agree("the backward of copy_all_to_group", partial(check_gradients, ctx.comm, *grads))
         summed: list[Tensor | None] = [None] * len(grads)
         for dtype in sorted({grad.dtype for grad in grads}, key=str):
             places = [place for place, grad in enumerate(grads) if grad.dtype == dtype]

@@ -12,7 +12,7 @@ moves, and back. `*` in a shape stands for the other dimensions.
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from sp_core.communicator import Communicator
 from sp_core.compiling import eager
 from sp_core.programs import ALGORITHMS, Operation, operation, usable
 from sp_core.scratch import used
-from sp_core.transport import Handle, HostTransport, Work
+from sp_core.transport import HostTransport, Work
 
 
 def nothing() -> None:
@@ -62,23 +62,6 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Started:
-    """Hold a collective that has begun. The handle keeps the buffers alive until the end."""
-
-    mapping: "Map"
-    handle: Handle
-    out: Tensor
-    finish: Work
-
-    def wait(self) -> Tensor:
-        """Wait until the transfer is complete on this rank, and return the result."""
-        self.mapping.comm.wait(self.handle, self.mapping.name)
-        with torch.inference_mode(self.out.is_inference()):
-            self.finish()
-        return used(self.out)
-
-
-@dataclass(frozen=True)
 class Map(ABC):
     """Hold a collective over `comm` with all its sizes. Subclasses add the sizes as fields.
 
@@ -109,11 +92,23 @@ class Map(ABC):
         return prepared.result()
 
     @eager
-    def start(self, x: Tensor) -> Started:
-        """Begin the collective on x without waiting. Return a `Started`, to wait for later."""
+    def start(self, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Begin the collective on x without waiting.
+
+        Return (the result, without values yet; a function that waits, and returns the result). The
+        function holds the handle, which keeps the buffers alive until the end.
+        """
         prepared = self.prepare(x)
+        out, finish = prepared.out, prepared.finish
         handle = self._bind(prepared).start(once=True)
-        return Started(self, handle, prepared.out, prepared.finish)
+
+        def wait() -> Tensor:
+            self.comm.wait(handle, self.name)
+            with torch.inference_mode(out.is_inference()):
+                finish()
+            return used(out)
+
+        return out, wait
 
     def _bind(self, prepared: Prepared) -> Ready:
         moves, buffers = prepared.operation, (prepared.send, prepared.recv)
@@ -354,13 +349,13 @@ _TRANSPOSED: dict[str, type[Map]] = {
 
 def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
     """Yield the results of collectives in order. Begin the next collective before each result."""
-    under_way: deque[Started] = deque()
+    waits: deque[Callable[[], Tensor]] = deque()
     for mapping, x in calls:
-        under_way.append(mapping.start(x))
-        if len(under_way) > 1:
-            yield under_way.popleft().wait()
-    while under_way:
-        yield under_way.popleft().wait()
+        waits.append(mapping.start(x)[1])
+        if len(waits) > 1:
+            yield waits.popleft()()
+    while waits:
+        yield waits.popleft()()
 
 
 def flattened(x: Tensor) -> tuple[Tensor, Work]:

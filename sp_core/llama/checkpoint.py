@@ -277,9 +277,6 @@ def write(
     def call() -> str:
         check_unstaged(model.grid)
         arguments.check(folder=folder, max_file_bytes=max_file_bytes)
-        if max_file_bytes is not None and max_file_bytes < 1:
-            given = f"max_file_bytes={max_file_bytes} was given"
-            raise CheckpointError(f"{given}; pass at least 1, or None for one file.")
         found[:] = found or [(Path(os.path.realpath(folder)), *beside())]
         return f"{found[0][1]} of {model.dtype} to {folder}, {max_file_bytes}, on {everyone.name}"
 

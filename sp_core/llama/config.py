@@ -94,39 +94,22 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         """Convert numbers of NumPy. Raise CheckpointError if entries are not supported."""
         vars(self).update({name: arguments.plain(x) for name, x in vars(self).items()})
-        sizes = {
-            name: getattr(self, name)
-            for name in (*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
-        }
-        if wrong := {name: value for name, value in sizes.items() if not _is_size(value)}:
-            raise CheckpointError(
-                f"the configuration says {wrong}; whole numbers of at least 1 are needed."
-            )
+        sizes = *_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"
+        others = "rms_norm_eps", "rope_theta", "tie_word_embeddings"
+        try:
+            arguments.check_positive(**{name: getattr(self, name) for name in sizes})
+            arguments.check(**{name: getattr(self, name) for name in others})
+            self.rope()
+        except (ShapeError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(f"the configuration is not supported: {error}") from error
         if self.num_attention_heads % self.num_key_value_heads:
             raise CheckpointError(
                 f"num_attention_heads={self.num_attention_heads} and "
                 f"num_key_value_heads={self.num_key_value_heads} were given; "
                 "the first must be a multiple of the second."
             )
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and 0 <= value < torch.inf):
-                raise CheckpointError(
-                    f"{name}={value!r} was given, needed a finite number of at least 0."
-                )
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise CheckpointError(
-                f"tie_word_embeddings={self.tie_word_embeddings!r} was given, needed true or false."
-            )
         tokens = {name: _tokens(name, getattr(self, name)) for name in _TOKENS}
         object.__setattr__(self, "eos_token_id", tokens["eos_token_id"])
-        try:
-            self.rope()
-        except (ShapeError, ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise CheckpointError(
-                f"the rotary embedding of the configuration is not supported: {error}"
-            ) from error
         object.__setattr__(self, "rope_scaling", _scaling(self.rope_scaling or {}))
 
     @property

@@ -71,8 +71,6 @@ class Decoder:
         def make() -> tuple[list[Cache], str]:
             model.check_parts()
             arguments.check(room=room, micro_batches=micro_batches)
-            if count < 1:
-                raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
             for number, most in enumerate(room):
                 check_length(f"the room of sequence {number}", most, 0, model.config)
             self.dtype, self.parts = model.dtype, split_ranges(len(room), count)

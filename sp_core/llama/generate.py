@@ -58,19 +58,6 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raise TypeError if a value is no number, and ValueError if one is out of range."""
         arguments.check(**vars(self))
-        if not 0 <= self.temperature < torch.inf:
-            raise ValueError(
-                f"temperature={self.temperature} was given; pass a number of at least 0."
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(
-                f"top_k={self.top_k} was given; pass at least 1, or None for all tokens."
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_p={self.top_p} was given; pass a number above 0 and at most 1, or None for "
-                f"all tokens."
-            )
 
     def random(self, prompt: int) -> torch.Generator:
         """Return the random generator of the prompt with this index, equal on any mesh."""
@@ -261,6 +248,4 @@ def _check(model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, *
             f"stop_strings={list(texts)} were given without a tokenizer; pass tokenizer=, such as "
             f"that of the model's folder."
         )
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens={max_tokens} was given; pass at least 0.")
     check_sequences(prompts, model.config, "prompt", more=max_tokens)

@@ -151,9 +151,6 @@ def check_record(path: Path, record: dict[str, Any], now: dict[str, Any]) -> Non
 
 def _check_kinds(path: Path, found: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise CheckpointError if an entry of `now` differs in `found`, from the file `path`."""
-    kinds = now.get("scheduler")
-    if isinstance(kinds, list) and isinstance(found.get("scheduler"), str):
-        now = now | {"scheduler": kinds[0]}  # earlier versions saved no names of parts
     wrong = [
         f"{name} {found.get(name)!r:.300}, now {x!r:.300}"
         for name, x in now.items()

@@ -329,8 +329,6 @@ def save_training(
 
     def beside() -> Beside:
         arguments.check(step=step)
-        if step < 0:
-            raise ValueError(f"step={step} was given; pass at least 0.")
         record = {"step": int(step), **record_of(model, optimizer, scheduler, generator)}
         tensors = {
             f"{name}.{kind}": (x, placement)

@@ -217,6 +217,4 @@ def _check(model: Llama, sequences: Tokens, plan: Assignment, pass_tokens: int) 
             f"{len(lengths)} of {sum(lengths)} on {grid.sequence.size} sequence ranks"
             f"{''.join(others[:1])}. Make a plan for these, in this order."
         )
-    if pass_tokens < 1:
-        raise ValueError(f"pass_tokens={pass_tokens} was given; needed at least 1.")
     check_sequences(sequences, model.config, more=0)

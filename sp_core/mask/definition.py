@@ -64,11 +64,6 @@ class Mask(HashedOnce):
     def __post_init__(self) -> None:
         """Check the arguments, and convert them to hashable ints: plans are cached by mask."""
         check(causal=self.causal, window=self.window)
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"window is {self.window}, needed at least 1, because a query counts itself; use "
-                "None for no window"
-            )
         vars(self).update(
             window=plain(self.window),
             documents=_boundaries("documents", self.documents),

@@ -336,8 +336,6 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         arguments.check(dropout=dropout)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"{dropout=} was given; pass a number in [0, 1).")
         if norm not in ("layer", "rms"):
             raise ValueError(f"norm={norm!r} was given; pass 'layer' or 'rms'.")
         make_norm = LayerNorm if norm == "layer" else RMSNorm

@@ -69,14 +69,12 @@ class Rope:
                 f"head_dim is {head_dim}, needed an even number of at least 2, because dims "
                 f"rotate in pairs"
             )
-        if not 0 < base < math.inf:
-            raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
         given = dict(scaling or {})
         if given.get("truncate", True) is None:  # in transformers, other nulls mean the default
             given["truncate"] = False
         known = {name: value for name, value in given.items() if value is not None}
         for name in (name for name in known if name in _NUMBERS):
-            kind = "causal" if name == "truncate" else "base"  # True or False, or a number
+            kind = "causal" if name == "truncate" else "p"  # True or False, or a number
             check(kind, **{f"scaling[{name!r}]": known[name]})
         self.frequencies = _frequencies(head_dim, float(base), known)
         self.amplitude = _amplitude(known)

@@ -229,10 +229,8 @@ def balanced(
     longest processing time first.
     """
     lengths, size = _checked(lengths, size)
-    check("p", tolerance=tolerance)
+    check(tolerance=tolerance)
     check_type("work", work, Work, "Pass Work(per_token, per_pair).")
-    if not tolerance > 0:
-        raise ShapeError(f"tolerance={tolerance} was given; pass a number above 0.")
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     # the greatest load exceeds the mean by less than the longest unshared sequence
     allowed = tolerance * sum(map(work.of, lengths)) / size

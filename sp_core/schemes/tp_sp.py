@@ -169,8 +169,9 @@ class _GatherLinears(EagerFunction):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        check = partial(check_gradients, ctx.tokens.comm, *grads)
-        ctx.agree("the backward of gather_linear", check)
+        ctx.agree(
+            "the backward of gather_linear", partial(check_gradients, ctx.tokens.comm, *grads)
+        )
         *weights, x = saved
         needs = ctx.needs_input_grad
         products = list(zip(grads, weights, strict=True))
@@ -206,8 +207,7 @@ class _LinearScatter(EagerFunction):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check = partial(check_gradients, ctx.tokens.comm, grad)
-        ctx.agree("the backward of linear_scatter", check)
+        ctx.agree("the backward of linear_scatter", partial(check_gradients, ctx.tokens.comm, grad))
         weight, y = saved
         tokens = ctx.tokens
         shape = grad.shape[0], sum(tokens.lengths), weight.shape[1]

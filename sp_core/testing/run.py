@@ -157,10 +157,7 @@ def _as_in_this_thread(body: Callable[[Any], T]) -> Callable[[Any], T]:
 
 @contextmanager
 def _on_one_core() -> Iterator[None]:
-    """Let threads that start inside run on the core of this thread only, if the system can."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
+    """Let threads that start inside run on the core of this thread only."""
     usual = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})

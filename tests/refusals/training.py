@@ -220,7 +220,7 @@ EVERYWHERE: Table = {
         ),
         "a window of no token": (
             ValueError,
-            "window is 0",
+            "window=0 was given",
             lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], window=0),
         ),
         "a chunk of no token": (
