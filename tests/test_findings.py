@@ -54,6 +54,7 @@ UNUSABLE = (
     "or another device; please report what you see"
 )
 SAME = "start all ranks with the same SP_TRANSPORT, SP_ALGORITHM and SP_NODES"
+MORE_RANKS = "start more ranks, or leave out mpiexec and srun"
 READ_IT = "run this and read its error: python -c 'from mpi4py import MPI'"
 SERIALIZE = (
     "backward on CUDA calls MPI from a thread of its own: "
@@ -160,6 +161,17 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
     (measuring(2), partial(constants, measure=True), ("constants", "ok", "measured: 1")),
     (measuring(2), constants, ("constants", "ok", "measured: 0")),
     (measuring(1), partial(constants, measure=True), ("constants", "ok", "measured: 0")),
+    (
+        measuring(1) | {"in_job": lambda: True},
+        partial(constants, measure=True),
+        (*("constants", "broken", "one rank cannot measure messages"), MORE_RANKS),
+    ),
+    (measuring(1) | {"in_job": lambda: True}, constants, ("constants", "ok", "measured: 0")),
+    (
+        measuring(2) | {"in_job": lambda: True},
+        partial(constants, measure=True),
+        ("constants", "ok", "measured: 1"),
+    ),
     (
         measuring(2) | {"measuring.keep": Mock(side_effect=FileError("Set SP_TUNING_DIR"))},
         partial(constants, measure=True),
