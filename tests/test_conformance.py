@@ -198,7 +198,7 @@ def test_a_trial_without_time_left_tries_nothing_new_and_forgets_no_failure() ->
     assert (failed["verdict"], failed["examples"]) == ("wrong", 1)
 
 
-def not_summed(pair: Any, x: Tensor) -> Tensor:
+def not_summed(pair: Any, x: Tensor) -> Any:
     own = F.linear(pair.up(x), pair.down.weight, pair.down.bias)
     return torch.split(own, list(pair.down.lengths or ()), 1)[pair.down.comm.rank]
 
