@@ -374,9 +374,7 @@ def test_hooks_of_all_modules_run_for_linear_sub_layers() -> None:
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["a part", "a hook"])
 @spmd(1)
-def test_a_dropout_put_into_a_layer_draws_its_numbers_again_in_the_backward(
-    comm: Any, *, hooked: bool
-) -> None:
+def test_dropout_put_into_a_layer_draws_its_numbers_again(comm: Any, *, hooked: bool) -> None:
     """The result is linear in a weight W. So it is the product of W and the gradient of W."""
 
     def drop(part: torch.nn.Module, given: Any, out: Tensor) -> Any:
