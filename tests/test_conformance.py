@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -198,62 +198,42 @@ def test_a_trial_without_time_left_tries_nothing_new_and_forgets_no_failure() ->
     assert (failed["verdict"], failed["examples"]) == ("wrong", 1)
 
 
-class NotSummed(our_layers.Pair):
-    """A pair whose output is not summed over the ranks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner, rank = self.up(x), self.down.comm.rank
-        own = torch.nn.functional.linear(inner, self.down.weight, self.down.bias)
-        return torch.split(own, list(self.down.lengths or ()), 1)[rank]
+def not_summed(pair: Any, x: Tensor) -> Any:
+    own = F.linear(pair.up(x), pair.down.weight, pair.down.bias)
+    return torch.split(own, list(pair.down.lengths or ()), 1)[pair.down.comm.rank]
 
 
-class OwnTokensOnly(our_layers.Pair):
-    """A pair whose input gets no gradient through the layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.detach()) + 0 * x
-
-
-class OwnBiasGradient(our_layers.Pair):
-    """A pair whose bias gradient is too small by the factor P, as if it were not summed."""
-
-    def finish(self) -> None:
-        cast("Tensor", cast("Tensor", self.down.bias).grad).div_(self.down.comm.size)
-
-
-class NoGradient(our_layers.Pair):
-    """A pair whose second weight has no gradient."""
-
-    def finish(self) -> None:
-        self.down.weight.grad = None
-
-
-class SecondUseForgotten(our_layers.Pair):
-    """A pair whose first weight has half of its gradient, as if only one of two uses counted."""
-
-    def finish(self) -> None:
-        cast("Tensor", self.up.weight.grad).div_(2)
-
-
-class NarrowSum(our_layers.Pair):
-    """A pair whose output is rounded to float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float().to(x.dtype)
+forward = our_layers.Pair.forward
+WRONG_PAIRS: dict[str, tuple[str, Call, str, str]] = {
+    "the output is not summed over the ranks": ("forward", not_summed, "forward", "out"),
+    "the input gets no gradient through the layers": (
+        *("forward", lambda pair, x: forward(pair, x.detach()) + 0 * x),
+        *("backward", "d x"),
+    ),
+    "the gradient of the bias is too small by the factor P": (
+        *("finish", lambda pair: pair.down.bias.grad.div_(pair.down.comm.size)),
+        *("bias", "d down.bias"),
+    ),
+    "the second weight has no gradient": (
+        *("finish", lambda pair: setattr(pair.down.weight, "grad", None)),
+        *("backward", "d down.weight"),
+    ),
+    "of two uses only one counts in the gradient of the first weight": (
+        *("finish", lambda pair: pair.up.weight.grad.div_(2)),
+        *("twice", "d up.weight"),
+    ),
+    "the output is rounded to float32": (
+        *("forward", lambda pair, x: forward(pair, x).float().to(x.dtype)),
+        *("float64", "out"),
+    ),
+}
+"""For each fault the method that has it, the method, the capability, and the wrong result."""
 
 
-@pytest.mark.parametrize(
-    ("made", "capability", "result"),
-    [
-        (NotSummed, "forward", "out"),
-        (OwnTokensOnly, "backward", "d x"),
-        (OwnBiasGradient, "bias", "d down.bias"),
-        (NoGradient, "backward", "d down.weight"),
-        (SecondUseForgotten, "twice", "d up.weight"),
-        (NarrowSum, "float64", "out"),
-    ],
-)
-def test_a_planted_fault_is_seen_at_once(made: Call, capability: str, result: str) -> None:
+@pytest.mark.parametrize("fault", WRONG_PAIRS)
+def test_a_planted_fault_is_seen_at_once(fault: str) -> None:
+    name, method, capability, result = WRONG_PAIRS[fault]
+    made = type("Pair", (our_layers.Pair,), {name: method})
     found = on_trial(made, capability, examples=1, seconds=0.0, subject=layers)
     assert found["verdict"] == "wrong", found
     assert found["result"] == result

@@ -140,7 +140,8 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
         ),
         pytest.param(
             MEASURE,
-            {"SP_TUNING": "{tmp}/mine.json", "SP_TUNING_DIR": "{tmp}/kept"},
+            {"SP_TUNING": "{tmp}/mine.json", "SP_TUNING_DIR": "{tmp}/kept"}
+            | {"SP_NODES": "0,0,1"},  # meant for a launch of three ranks
             1,
             {"mpiexec": "ok", "SP_TUNING": "broken", "constants": "ok"},
             {"mine.json: there is no such file": 1, "{tmp}/kept/tuning-": 1, "1 broken": 1},
@@ -282,47 +283,14 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
     assert capsys.readouterr().out == ("" if rank and job else f"{report(found)}\n")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "job", "status", "kept"),
-    [(1, False, "ok", 0), (1, True, "broken", 0), (2, True, "ok", 1), (2, False, "ok", 1)],
-)
-@pytest.mark.parametrize("measure", [True, False])
-def test_a_job_of_one_rank_does_not_claim_to_have_measured(
-    ranks: int, status: str, kept: int, substitute: Any, *, job: bool, measure: bool
-) -> None:
-    measuring, world = Mock(), SimpleNamespace(size=ranks)
-    measuring.told.return_value = True, "measured"
-    substitute(
-        doctor,
-        measuring=measuring,
-        faulthandler=measuring,
-        in_job=lambda: job,
-        _world=lambda: world,
-    )
-    assert doctor._constants(measure=measure).status == (status if measure else "ok")
-    calls = [call.cancel_dump_traceback_later(), call.keep(world), LIMIT]
-    assert measuring.mock_calls[:-1] == calls * kept * measure
-
-
 def test_an_error_of_some_ranks_that_measure_is_raised(monkeypatch: Any, substitute: Any) -> None:
     """Variables do not explain it. The limit of the command holds again."""
-    substitute(doctor, faulthandler=(limit := Mock()), _world=lambda: SimpleNamespace(size=2))
-    monkeypatch.setattr("sp_core.measuring.keep", Mock(side_effect=PeerFailed("rank 1 has left")))
+    limit, world = Mock(**{"keep.side_effect": PeerFailed("rank 1 has left")}), Mock(size=2)
+    substitute(doctor, faulthandler=limit, _world=lambda: world)
+    monkeypatch.setattr("sp_core.measuring.keep", limit.keep)
     with pytest.raises(PeerFailed, match="rank 1 has left"):
         doctor._constants(measure=True)
-    assert limit.mock_calls == [call.cancel_dump_traceback_later(), LIMIT]
-
-
-def test_the_ranks_that_measure_ignore_the_nodes_of_another_launch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[bool] = []
-    monkeypatch.setenv("SP_NODES", "0,0,1")
-    monkeypatch.setattr(
-        "sp_core.measuring.keep", lambda world: seen.append("SP_NODES" in os.environ)
-    )
-    exec(doctor.MEASURE)
-    assert seen == [False]
+    assert limit.mock_calls == [call.cancel_dump_traceback_later(), call.keep(world), LIMIT]
 
 
 def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(

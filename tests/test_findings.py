@@ -34,7 +34,7 @@ def tried(other: str | None) -> Callable[[], Finding]:
 
 
 launched = partial(doctor._mpiexec, measure=False)
-constants = partial(doctor._constants, measure=False)
+constants, measured = (partial(doctor._constants, measure=one) for one in (False, True))
 aware = partial(doctor._cuda_aware, "libmpi.so")
 LONE = {"_mpi_problem": lambda: None, "in_job": lambda: False, "cores": lambda: 2}
 TWO = "ranks: 2\nranks: 2\n"
@@ -54,6 +54,8 @@ UNUSABLE = (
     "or another device; please report what you see"
 )
 SAME = "start all ranks with the same SP_TRANSPORT, SP_ALGORITHM and SP_NODES"
+IN_JOB = {"in_job": lambda: True}
+MORE_RANKS = "start more ranks, or leave out mpiexec and srun"
 READ_IT = "run this and read its error: python -c 'from mpi4py import MPI'"
 SERIALIZE = (
     "backward on CUDA calls MPI from a thread of its own: "
@@ -141,33 +143,32 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         tried("RuntimeError: no link"),
         ("transport host", "broken", "cpu: RuntimeError: no link", UNUSABLE),
     ),
-    (
-        ONE_GPU,
-        tried(SHARED),
-        ("transport host", "note", "cpu: not available here: one GPU"),
-    ),
+    (ONE_GPU, tried(SHARED), ("transport host", "note", "cpu: not available here: one GPU")),
     (
         ONE_GPU,
         tried("RuntimeError: lost"),
         ("transport host", "broken", "cpu: DeviceError: one GPU", UNUSABLE),
     ),
     ({"measuring.told": lambda measured: (True, "alpha")}, constants, ("constants", "ok", "alpha")),
-    (
-        {"measuring.told": lambda measured: (False, "none")},
-        constants,
-        ("constants", "note", "none"),
-    ),
-    (measuring(2), partial(constants, measure=True), ("constants", "ok", "measured: 1")),
+    ({"measuring.told": lambda measured: (False, "no")}, constants, ("constants", "note", "no")),
+    (measuring(2), measured, ("constants", "ok", "measured: 1")),
     (measuring(2), constants, ("constants", "ok", "measured: 0")),
-    (measuring(1), partial(constants, measure=True), ("constants", "ok", "measured: 0")),
+    (measuring(1), measured, ("constants", "ok", "measured: 0")),
+    (
+        measuring(1) | IN_JOB,
+        measured,
+        (*("constants", "broken", "one rank cannot measure messages"), MORE_RANKS),
+    ),
+    (measuring(1) | IN_JOB, constants, ("constants", "ok", "measured: 0")),
+    (measuring(2) | IN_JOB, measured, ("constants", "ok", "measured: 1")),
     (
         measuring(2) | {"measuring.keep": Mock(side_effect=FileError("Set SP_TUNING_DIR"))},
-        partial(constants, measure=True),
+        measured,
         ("constants", "broken", "cannot be kept", "Set SP_TUNING_DIR"),
     ),
     (
         measuring(2) | {"measuring.keep": Mock(side_effect=CollectiveMismatch("they differ"))},
-        partial(constants, measure=True),
+        measured,
         ("constants", "broken", "not measured: they differ", SAME),
     ),
     (
@@ -349,11 +350,7 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         doctor._nodes,
         ("nodes", "broken", "no mesh: not equal", SAME),
     ),
-    (
-        noded(10, *[0] * 99),
-        doctor._nodes,
-        ("nodes", "ok", f"2; node of each rank: 10{' 0' * 99}"),
-    ),
+    (noded(10, *[0] * 99), doctor._nodes, ("nodes", "ok", f"2; node of each rank: 10{' 0' * 99}")),
     (
         noded(10, 10, *[0] * 98),
         doctor._nodes,

@@ -18,7 +18,6 @@ from sp_core import testing, transport
 from sp_core.errors import DeviceError
 from sp_core.testing import profiles, session
 from sp_core.testing.session import Remarks, Session, Tally
-from sp_core.transport import cuda
 
 CONSTANT = 0x5EED_0F_5EED
 REMARKS: Remarks = {
@@ -140,32 +139,6 @@ def test_a_rank_has_the_device_with_its_number_on_the_machine(
             session.device()
     else:
         assert session.device() == torch.device("cuda", number)
-
-
-@pytest.mark.parametrize(
-    ("device", "count", "others", "shared"),
-    [
-        ("cpu", 1, ["gpu 0"], False),
-        ("cuda", 1, ["gpu 1"], False),
-        ("cuda", 1, ["gpu 1", "gpu 0"], True),
-        ("cuda", 0, ["none of rank 1", "none of rank 2"], False),
-    ],
-)
-def test_ranks_with_the_same_gpu_share_it(
-    device: str,
-    count: int,
-    others: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    shared: bool,
-) -> None:
-    """A rank without a GPU shares none."""
-    one = Session(device=device)
-    monkeypatch.setattr(session, "current", one)
-    monkeypatch.setattr(transport, "count_devices", lambda _: count)
-    monkeypatch.setattr(cuda, "uuid_of", lambda found: f"gpu {found.index}")
-    session.find_shared_gpu(one, SimpleNamespace(rank=0, allgather=lambda mine: [mine, *others]))
-    assert one.gpu_is_shared == shared
 
 
 def test_the_session_has_the_ranks_of_its_launch_else_those_of_its_attempts() -> None:

@@ -163,18 +163,6 @@ def test_weights_that_are_tied_in_a_layer_have_the_sum_of_the_gradients_of_both(
             torch.testing.assert_close(shared, sum(parts))
 
 
-@spmd(1)
-def test_a_part_that_draws_random_numbers_draws_them_again_in_the_backward(comm: Any) -> None:
-    """The result is linear in a weight W. So it is the product of W and the gradient of W."""
-    with sp.Mesh(comm, sp=1) as mesh:
-        layer = sp.FeedForward(4, comm=mesh["sp"], bias=False, chunk=2)
-        weight = layer.down.weight
-        layer.set_submodule("down", nn.Sequential(layer.down, nn.Dropout(0.5)))
-        total = layer(normal(1, (1, 8, 4), "float32")).sum()
-        (grad,) = torch.autograd.grad(total, weight)
-        torch.testing.assert_close((grad * weight).sum(), total)
-
-
 @spmd(2)
 def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(comm: Any) -> None:
     """Products of them would wrap, and their texts differ from those of Python's numbers."""

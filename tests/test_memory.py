@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 from typing import Any, cast
@@ -371,19 +372,23 @@ def test_hooks_of_all_modules_run_for_linear_sub_layers() -> None:
         assert run_threads(2, body) == [[0.0, 0.0]] * 2
 
 
+@pytest.mark.parametrize("hooked", [False, True], ids=["a part", "a hook"])
 @spmd(1)
-def test_a_hook_of_all_modules_draws_its_numbers_again_in_the_backward(comm: Any) -> None:
+def test_dropout_put_into_a_layer_draws_its_numbers_again(comm: Any, *, hooked: bool) -> None:
     """The result is linear in a weight W. So it is the product of W and the gradient of W."""
 
     def drop(part: torch.nn.Module, given: Any, out: Tensor) -> Any:
         return F.dropout(out) if type(part) is torch.nn.Linear else out
 
-    hook: Any = register_module_forward_hook(cast("Any", drop))
+    hook: Any = register_module_forward_hook(cast("Any", drop)) if hooked else nullcontext()
     with hook, sp.Mesh(comm, sp=1) as mesh:
         layer = sp.FeedForward(4, comm=mesh["sp"], bias=False, chunk=2)
+        weight = layer.down.weight
+        if not hooked:
+            layer.set_submodule("down", torch.nn.Sequential(layer.down, torch.nn.Dropout(0.5)))
         total = layer(normal(1, (1, 8, 4), "float32")).sum()
-        (grad,) = torch.autograd.grad(total, layer.down.weight)
-        torch.testing.assert_close((grad * layer.down.weight).sum(), total)
+        (grad,) = torch.autograd.grad(total, weight)
+        torch.testing.assert_close((grad * weight).sum(), total)
 
 
 @spmd(3)

@@ -167,6 +167,11 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         lambda c: c.Bcast(sent()),
         lambda c: c.Bcast(sent(), 1),
     ),
+    "roots of a reduction": (
+        ("rank 0: Reduce(2 x float64, op=SUM, root=0)", "op=SUM, root=1)"),
+        lambda c: c.Reduce(sent(), sent()),
+        lambda c: c.Reduce(sent(), sent(), root=1),
+    ),
     "roots of objects": (
         ("rank 0: bcast(root=0) on", "rank 1: bcast(root=1) on"),
         lambda c: c.bcast(0),
