@@ -201,7 +201,9 @@ def test_whole_numbers_of_any_type_make_one_mask() -> None:
     mask, same = Mask(True, np.int64(3), tensor, array), Mask(True, 3, (0, 3, 8), (0, 3, 8))  # type: ignore[arg-type]
     assert (mask, repr(mask)) == (same, repr(same))
     ends = [(*range(place), *range(place + 1, 999)) for place in (1, 500, 997)]
-    assert len({repr(Mask(documents=one, kv_documents=other)) for one in ends for other in ends}) == 9
+    assert (
+        len({repr(Mask(documents=one, kv_documents=other)) for one in ends for other in ends}) == 9
+    )
 
 
 def test_the_hash_of_a_mask_is_computed_once_in_each_process() -> None:
