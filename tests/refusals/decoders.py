@@ -265,6 +265,11 @@ ON_ONE_RANK: Table = {
             "sequence 0 has 2 tokens, in the plan 3",
             unequal(TEXTS[::-1], PLAN),
         ),
+        "tokens of a plan in another order": (
+            sp.CollectiveMismatch,
+            "prefill_unequal(2 sequences and a plan #",
+            unequal([TEXTS[0][::-1], TEXTS[1]], PLAN),
+        ),
         "a plan for more ranks": (
             sp.ShapeError,
             "Make a plan for these",
