@@ -125,7 +125,7 @@ def test_another_process_writes_what_this_one_writes(
     assert main(words[3:]) == 0
     text = capfd.readouterr().out.encode("ascii", "backslashreplace").decode()
     assert "\\" in text
-    ascii_only = outside(PYTHONIOENCODING="ascii")
+    ascii_only = outside(PYTHONIOENCODING="ascii", PYTHONHASHSEED="7")
     code, found = printed([words[0], "-P", *words[1:], *ways], folder, ascii_only, 120)
     assert (code, found) == (0, re.sub("\r\n?", "\n", text))  # `printed` turns line ends into \n
 

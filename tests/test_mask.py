@@ -196,10 +196,14 @@ def test_causal_shards_need_no_dense_mask(layout: Sequence[int]) -> None:
 
 
 def test_whole_numbers_of_any_type_make_one_mask() -> None:
-    """Ranks agree on a mask by its text, so equal masks must have equal texts."""
+    """Ranks agree on a mask by its text, so equal masks, and only these, must have equal texts."""
     tensor, array = torch.tensor([0, 3, 8]), np.array([0, 3, 8])
     mask, same = Mask(True, np.int64(3), tensor, array), Mask(True, 3, (0, 3, 8), (0, 3, 8))  # type: ignore[arg-type]
     assert (mask, repr(mask)) == (same, repr(same))
+    ends = [(*range(place), *range(place + 1, 999)) for place in (1, 500, 997)]
+    assert (
+        len({repr(Mask(documents=one, kv_documents=other)) for one in ends for other in ends}) == 9
+    )
 
 
 def test_the_hash_of_a_mask_is_computed_once_in_each_process() -> None:

@@ -225,6 +225,15 @@ def test_a_rate_that_was_saved_replaces_one_of_another_type(
         assert after.optimizer.param_groups[0]["lr"] == rates[0]
 
 
+@spmd(2)
+def test_the_rate_of_a_later_group_is_compared_too(comm: Any) -> None:
+    with sp.Mesh(comm, dp=2) as mesh:
+        first, *others = (model := CASE.model(mesh)).parameters()
+        groups = [{"params": [first]}, {"params": others, "lr": 0.5 + comm.rank}]
+        with pytest.raises(sp.CollectiveMismatch, match=r"(?s)'lr': 0\.5.*'lr': 1\.5"):
+            train_step(model, torch.optim.SGD(groups, lr=0.1), [[1, 2]], max_norm=1.0)
+
+
 SCHEDULES = torch.optim.lr_scheduler
 PARTS: dict[str, tuple[Callable[[Any], Any], ...]] = {
     "optimizer": (lambda sgd: sgd, lambda sgd: torch.optim.AdamW(sgd.param_groups[0]["params"])),

@@ -171,7 +171,10 @@ EVERYWHERE: Table = {
                 balanced([1, 129], mesh.size, Work(1, 1)),
             ),
         ),
-        "tokens in no list": (TypeError, "a list with a list of", sending(decoded([1, 2]))),
+        **{
+            f"tokens {wrong}": (TypeError, "a list with a list of", sending(decoded(wrong)))
+            for wrong in ([1, 2], [[1, 2.5], [3]], [[1], [3, True]])
+        },
         **{
             f"room of {what}": (TypeError, f"room={room!r} was given; pass a list", roomy(room))
             for what, room in (
@@ -261,6 +264,11 @@ ON_ONE_RANK: Table = {
             sp.ShapeError,
             "sequence 0 has 2 tokens, in the plan 3",
             unequal(TEXTS[::-1], PLAN),
+        ),
+        "tokens of a plan in another order": (
+            sp.CollectiveMismatch,
+            "prefill_unequal(2 sequences and a plan #",
+            unequal([TEXTS[0][::-1], TEXTS[1]], PLAN),
         ),
         "a plan for more ranks": (
             sp.ShapeError,

@@ -60,7 +60,6 @@ def others(call: Callable[[list[nn.Parameter], sp.Mesh], object]) -> Wrong:
 
 
 def loss(change: Callable[[Tensor, Tensor], tuple[Any, ...]], *, everywhere: bool) -> Any:
-
     def compute(mesh: sp.Mesh, here: bool) -> Tensor:
         tensor, data = mesh["ulysses"], mesh["ring"]
         good = torch.ones(1, 3, 4 // tensor.size), torch.zeros(1, 3, dtype=torch.int64)
@@ -334,10 +333,14 @@ ON_ONE_RANK: Table = {
             lambda mesh, here: clipped(mesh, placed=not here),
         ),
         **{
-            f"a norm that is {wrong}": (
+            f"a norm that is {wrong} because of one stage": (
                 ValueError,
                 f"norm of the gradients is {wrong}",
-                sending(lambda mesh, here, wrong=wrong: clipped(mesh, grad=wrong)),  # type: ignore[misc]
+                sending(
+                    lambda mesh, here, wrong=wrong: clipped(  # type: ignore[misc]
+                        mesh, grad=wrong if mesh["ring"].rank else 1.0
+                    )
+                ),
             )
             for wrong in (torch.inf, torch.nan)
         },
