@@ -240,6 +240,7 @@ SUBJECTS = [
         },
         in_place,
         SITUATIONS,
+        together=({"x.memory": "transposed", "algorithm": "ring"},),
     ),
     on_group(
         "copy_all_to_group",
