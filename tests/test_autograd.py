@@ -59,6 +59,7 @@ def test_a_result_may_be_changed_in_place(comm: Any, name: str) -> None:
 COUNTED_ONCE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
     "copy_to_group": lambda x, comm: sp.copy_to_group(x, comm=comm),
     "copy_all_to_group": lambda x, comm: sum(sp.copy_all_to_group([x, x], comm=comm), x * 0),
+    "copy_all_to_group of one": lambda x, comm: sp.copy_all_to_group([x], comm=comm)[0],
     "reduce_from_group": lambda x, comm: sp.reduce_from_group(x, comm=comm),
     "gather_replicated": lambda x, comm: sp.gather_replicated(x, comm=comm, dim=1),
 }

@@ -96,15 +96,16 @@ def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
         dtype = getattr(torch, kind, torch.float32)
         if weight is not None:
             weight.grad_dtype = dtype
+            numbers = torch.arange(weight.numel(), device=weight.device).remainder(64)
+            numbers = in_memory(numbers.view_as(weight).to(dtype), kind)
         if weight is not None and stage != without:
-            own = torch.full_like(weight, 1.0 if stage == "first" else 2.0, dtype=dtype)
-            weight.grad = in_memory(own, kind)
+            own = numbers * (1.0 if stage == "first" else 2.0)
+            other = (stage, kind) == ("last", "transposed")  # the two may lie differently
+            weight.grad = in_memory(own, "contiguous" if other else kind)
         sum_tied_gradients(model)
         if tied and weight is not None:
             wanted = {"neither": 3.0, "first": 2.0, "last": 1.0}[without]
-            assert torch.equal(
-                cast("Tensor", weight.grad), torch.full_like(weight, wanted, dtype=dtype)
-            )
+            assert torch.equal(cast("Tensor", weight.grad), numbers * wanted)
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -1,7 +1,10 @@
 """Test which ranks see which blocks, and how far a block travels, by the mask's definition."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -101,6 +104,17 @@ def test_a_block_travels_to_the_last_rank_that_sees_it(
 def test_blocks_of_hundreds_of_ranks_travel_as_far_as_they_are_seen() -> None:
     made = Sharding.contiguous(600, 600)
     assert hops(made, made, Mask(causal=True)) == (*range(599, -1, -1),)
+
+
+@pytest.mark.parametrize(
+    "told", [hops, partial(seen_blocks, rank=0), lambda *given: shown_keys(*given).lengths]
+)
+def test_a_sharding_that_is_gone_says_nothing_about_a_later_one(told: Callable[..., Any]) -> None:
+    """The later one may lie at the same address."""
+    for size in (2, 3, 4) * 2:
+        made = Sharding.contiguous(12, size)
+        assert len(told(made, made, Mask(causal=True))) == size
+        del made
 
 
 def test_positions_that_are_far_apart_see_each_other() -> None:

@@ -153,7 +153,10 @@ def axes_of(first: str, drawn: Values) -> dict[str, int]:
 def reductions(mesh: sp.Mesh, drawn: Values) -> Call:
     """Return the call of `reduce_gradients`, which first restores the gradients of the backward."""
     data, tensor = mesh["data"], mesh["tensor"]
-    case = Parameters(drawn | {"parameters.magnitude": 1}, tensor)
+    own: Values = {"parameters.magnitude": 1}
+    if data.rank % 2 and drawn["seed"] % 2:  # a rank may have loaded weights that lie otherwise
+        own["parameters.memory"] = "contiguous"
+    case = Parameters(drawn | own, tensor)
     gradients = [case.gradient(number, data.rank, tensor.rank) for number in range(len(case.list))]
 
     def judge(result: None) -> None:

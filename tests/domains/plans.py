@@ -6,12 +6,12 @@ from random import Random
 from typing import Any
 
 import torch
-from oracle.collective_cases import DEFINITIONS, MEMORIES, UNEVEN, in_memory, total
+from oracle.collective_cases import DEFINITIONS, MEMORIES, UNEVEN, total
 from torch import Tensor
 
 import sp_core as sp
 from domains import collectives
-from domains.collectives import DTYPES, SITUATIONS, tensor
+from domains.collectives import DTYPES, SITUATIONS, lying, tensor
 from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
 from sp_core.testing import device
@@ -161,14 +161,14 @@ def copied(drawn: Values, rank: int, key: int) -> list[Tensor]:
     ]
 
 
-def laid(x: Tensor, memory: str) -> Tensor:
-    """Return a tensor with the named memory layout; a tensor without dims stays as it is."""
-    return in_memory(x, memory) if x.dim() else x
+def laid(x: Tensor, memory: str, drawn: Values, rank: int) -> Tensor:
+    """Return a rank's tensor in a memory layout (`lying`); without dims it stays as it is."""
+    return lying(x, memory, drawn, rank) if x.dim() else x
 
 
 def copies(group: sp.Communicator, drawn: Values) -> Call:
     """Return the call of `copy_all_to_group`; each rank may leave different results unused."""
-    tensors = [laid(x, drawn["tensors.memory"]).detach() for x in copied(drawn, 0, 0)]
+    tensors = [laid(x, drawn["tensors.memory"], drawn, 0).detach() for x in copied(drawn, 0, 0)]
     learning = {"all": tensors, "some": tensors[::2], "none": []}[drawn["tensors.gradients"]]
     for x in learning:
         x.requires_grad_(x.is_floating_point())
@@ -194,7 +194,7 @@ def judge_copies(
     if not places:
         return
     upstream = [
-        [laid(x, drawn["tensors.upstream"]) for x in copied(drawn, rank, 1)]
+        [laid(x, drawn["tensors.upstream"], drawn, rank) for x in copied(drawn, rank, 1)]
         for rank in range(group.size)
     ]
     taken = [n for place, n in enumerate(places) if used(drawn, group.rank, place, len(places))]
@@ -240,6 +240,7 @@ SUBJECTS = [
         },
         in_place,
         SITUATIONS,
+        together=({"x.memory": "transposed", "algorithm": "ring"},),
     ),
     on_group(
         "copy_all_to_group",
