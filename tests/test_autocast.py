@@ -40,7 +40,7 @@ def continued(model: Llama, sgd: torch.optim.Optimizer) -> Tensor:
     """Take a step between two calls of a decoder, and return the logits of both."""
     decoder = Decoder(model, [4, 3])
     first = decoder.decode(TEXTS)
-    own_step(model, sgd)
+    own_step(model, torch.optim.AdamW(model.parameters(), lr=1.0, fused=True))
     return torch.stack((first, decoder.decode([[6], [7]])))
 
 
@@ -50,11 +50,14 @@ def prefilled(model: Llama, sgd: torch.optim.Optimizer) -> Tensor:
 
 
 @pytest.mark.parametrize("tp_sp", [False, True])
-@spmd(1, 2)
+@spmd(2)
 def test_calls_in_one_block_of_autocast_use_the_weights_of_their_time(
     comm: Any, tp_sp: bool
 ) -> None:
-    """Autocast keeps the weights that it has converted until the outermost block ends."""
+    """Autocast keeps the weights that it has converted until the outermost block ends.
+
+    A fused optimizer does not change the version of a weight.
+    """
     found = []
     calls = (
         *(whole_step, own_step, decoded, own_step, prefilled, whole_step, decoded),
@@ -62,7 +65,7 @@ def test_calls_in_one_block_of_autocast_use_the_weights_of_their_time(
     )
     with sp.Mesh(comm, tp=comm.size) as mesh:
         for outer in (nullcontext, lowered):
-            model = CASE.model(mesh, tp_sp=tp_sp and comm.size > 1)
+            model = CASE.model(mesh, tp_sp=tp_sp)
             sgd = torch.optim.SGD(model.parameters(), lr=1.0)
             with outer():
                 for call in calls:

@@ -12,12 +12,12 @@ The cache (`sp_core.llama.cache`) holds keys and values of all tokens so far, ea
 about 1/P of the tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
@@ -30,9 +30,8 @@ from sp_core.llama import pipeline
 from sp_core.llama.cache import Cache, New, Places
 from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass, check_model
-from sp_core.nn.memory import versions
 from sp_core.nn.parallel import Lengths
-from sp_core.nn.replicated import autocast_dtype, precision
+from sp_core.nn.replicated import precision
 from sp_core.sharding import Sharding, split_ranges, split_sizes
 
 Step = tuple[Pass, Callable[[Tensor], Tensor]]
@@ -79,7 +78,6 @@ class Decoder:
             return caches, f"Decoder({[*map(int, room)]}, micro_batches={count}, {self.dtype})"
 
         self.model = model
-        self._versions: list[int] | None = None  # of trainable weights, at the last `decode`
         self.caches = make_alike(model.grid.model, make)
         model.join_weights()
 
@@ -110,7 +108,6 @@ class Decoder:
             TypeError: a part that the model reads was replaced, or has hooks. On every rank.
             CollectiveMismatch: ranks with different tokens. On every rank. No error adds tokens.
         """
-        torch.clear_autocast_cache()  # it may have casts of earlier weights
         return self._run("prefill", tokens, self._spread)
 
     def decode(self, tokens: Tokens) -> Tensor:
@@ -123,24 +120,7 @@ class Decoder:
             sequence ranks, and two all-reduces over the tensor ranks; one more for the embedding.
             Then one all-gather of (N', V) over the tensor ranks. Between stages as `prefill`.
         """
-        self._forget_casts()
         return self._run("decode", tokens, self._everywhere)
-
-    def _forget_casts(self) -> None:
-        """Clear the casts that autocast keeps, if a weight has changed since the last call.
-
-        It keeps casts of weights that require a gradient.
-        """
-        if autocast_dtype(self.model.grid.everyone.device) is None:
-            return
-        now = versions([x for x in self._weights() if x.requires_grad])
-        if now != self._versions:
-            torch.clear_autocast_cache()
-            self._versions = now
-
-    def _weights(self) -> Iterator[nn.Parameter]:
-        """Yield the weights. To walk through the tree of modules would take longer."""
-        return (x for part in self.modules for x in part._parameters.values() if x is not None)
 
     @torch.no_grad()
     def _run(self, what: str, tokens: Tokens, step_of: Callable[[Cache, New], Step]) -> Tensor:
@@ -148,6 +128,7 @@ class Decoder:
 
         `what` is the name of the method; `step_of` prepares what to compute for a micro-batch.
         """
+        torch.clear_autocast_cache()  # casts of earlier weights; fused optimizers mark no change
         model, grid, stages = self.model, self.model.grid, self.model.grid.stages
         before = [(cache, cache.lengths, [*map(len, cache.owned)]) for cache in self.caches]
         try:
@@ -233,7 +214,9 @@ class Decoder:
             parts = zip(self.caches, owns, self.parts, strict=True)
             placed = [(cache, own, cache.place(own, part.start)) for cache, own, part in parts]
             self.model.check_parts()
-            if any(x.dtype != self.dtype for x in self._weights()):
+            # `Llama.dtype` walks through the tree of modules, which takes longer for each token
+            held = (x for part in self.modules for x in part._parameters.values() if x is not None)
+            if any(x.dtype != self.dtype for x in held):
                 raise DtypeError(
                     f"the model has been converted to {self.model.dtype}; the decoder holds keys "
                     f"and values in {self.dtype}. Convert the model back, or make another decoder."

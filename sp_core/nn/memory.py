@@ -74,10 +74,10 @@ def recomputed(
     Only with `random` may `function` draw from the default generators of torch: the second call
     then draws the same numbers.
     """
-    before = versions(reads)
+    before = _versions(reads)
 
     def call(*kept: Any) -> Tensor:
-        if versions(reads) != before:
+        if _versions(reads) != before:
             raise RuntimeError(
                 "a weight was modified by an inplace operation between a forward in chunks and its "
                 "backward, which computes the chunks again. Step the optimizer after backward."
@@ -89,7 +89,7 @@ def recomputed(
         return cast("Tensor", made)
 
 
-def versions(tensors: Collection[Tensor]) -> list[int]:
+def _versions(tensors: Collection[Tensor]) -> list[int]:
     """Return how often each tensor was changed in place; those of inference mode do not tell."""
     return [0 if x.is_inference() else x._version for x in tensors]
 
