@@ -197,6 +197,7 @@ class World:
         waiting: for each waiting rank, a description of its wait, and whether it waits only for
             other ranks to end.
         away: the ranks that have ended.
+        stopped: whether all ranks must end.
     """
 
     def __init__(self, size: int) -> None:
@@ -208,11 +209,11 @@ class World:
         self._doomed: dict[int, str] = {}
         self.away: set[int] = set()
         self.kept: dict[Any, Any] = {}
-        self._stopped = False
+        self.stopped = False
 
     def stop(self) -> None:
         """Raise `Stopped` in all ranks that wait, now or later."""
-        self._stopped = True
+        self.stopped = True
         self.touch(range(self.size))
 
     def touch(self, ranks: Iterable[int]) -> None:
@@ -252,12 +253,12 @@ class World:
             Stopped: `stop` was called.
         """
         with self.lock:
-            while self.versions[rank] == seen:
+            while self.versions[rank] == seen and not self.stopped:
                 self.waiting[rank] = (what, ending)
                 self._find_deadlock()
                 if self.versions[rank] == seen:
                     self._changed[rank].wait()
-            if self._stopped:
+            if self.stopped:
                 raise Stopped
             if rank in self._doomed:
                 raise Mismatched(self._doomed.pop(rank))

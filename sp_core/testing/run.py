@@ -111,6 +111,8 @@ def run_ranks(
     def run(rank: int) -> None:
         thread.sink, family = sink, Family()
         try:
+            if world.stopped:  # before this rank has begun
+                return
             comm = ThreadComm(ThreadCarrier(world, "comm", rank, range(size)), family)
             if torch:
                 # all backward passes on a GPU share one thread; ranks would block each other there
@@ -222,17 +224,22 @@ def _run_all(world: World, ranks: Sequence[threading.Thread], timeout: float) ->
 
 
 def _end(world: World, ranks: Sequence[threading.Thread]) -> list[int]:
-    """End all ranks that have begun as far as possible.
+    """End all ranks that have begun as far as possible, and let no other begin.
 
     Return those of them that were not waiting for another rank.
     """
+    world.stopped = True
     begun = {number: rank for number, rank in enumerate(ranks) if rank.ident}
     blame = sorted(begun.keys() - world.away - world.waiting.keys())
-    for number in blame:  # an endless loop in Python code ends at its next instruction
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(begun[number].ident or 0), ctypes.py_object(Stopped)
-        )
     world.stop()
-    for rank in begun.values():
-        rank.join(GRACE_SECONDS)
+    for _ in range(
+        2
+    ):  # Python drops an exception that it raises in the callback of a weak reference
+        for rank in [begun[number] for number in blame if begun[number].is_alive()]:
+            # an endless loop in Python code ends at its next instruction
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(rank.ident or 0), ctypes.py_object(Stopped)
+            )
+        for rank in begun.values():
+            rank.join(GRACE_SECONDS / 2)
     return blame
