@@ -115,13 +115,14 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **dict.fromkeys(("temperature", "p", "dropout", "base", "tolerance"), (_is_real, "a number")),
     "top_p": (lambda x: x is None or _is_real(x), "a number, or None"),
-    **dict.fromkeys(
-        ("rms_norm_eps", "rope_theta"),
-        (
-            # other real numbers, such as NumPy's, cannot be written as JSON
-            lambda x: isinstance(x, int | float) and _is_real(x) and 0 <= x < math.inf,
-            "a finite number of at least 0, an int or a float",
-        ),
+    # other real numbers, such as NumPy's, cannot be written as JSON
+    "rms_norm_eps": (
+        lambda x: isinstance(x, int | float) and _is_real(x) and 0 <= x < math.inf,
+        "a finite number of at least 0, an int or a float",
+    ),
+    "rope_theta": (
+        lambda x: isinstance(x, int | float) and _is_real(x) and 0 < x < math.inf,
+        "a finite number above 0, an int or a float",
     ),
     "cost": (lambda x: _is_real(x) and 0 <= x < math.inf, "a finite number >= 0"),
     "unit": (lambda x: _is_real(x) and 0 < x < math.inf, "a finite number above 0"),

@@ -100,6 +100,7 @@ class Joined:
         return len(self.tokens)
 
     def __getitem__(self, tokens: slice) -> Self:
+        """Return the positions at a slice of step 1."""
         return replace(self, tokens=self.tokens[tokens])
 
     def tensor(self) -> Tensor:

@@ -74,9 +74,8 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
     It is not copied, and nothing is sent.
 
     Args:
-        x: the tensor that `shared_empty` returned on this rank, not a slice of it. In
-            host memory x must not be moved by `x.share_memory_()`, which torch.multiprocessing
-            calls.
+        x: the tensor that `shared_empty` returned on this rank, not a slice of it. It must not have
+            been moved by `x.share_memory_()`, which torch.multiprocessing calls.
         rank: the rank whose tensor is returned. For this rank's own number, that is x.
         comm: the communicator of that call.
 

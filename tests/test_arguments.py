@@ -85,6 +85,7 @@ TAKEN = {
     "tolerance": "numpy half narrow endless",
     "top_p": "none half narrow",
     "rms_norm_eps": "zero half",
+    "rope_theta": "half",
     "cost": "zero numpy half narrow",
     "unit": "numpy half narrow",
     "layers": "list wholes tuple range halves all_endless",

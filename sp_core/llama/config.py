@@ -72,7 +72,8 @@ class LlamaConfig:
             the token ends a text. A head that is tied to the embedding does.
 
     Raises:
-        CheckpointError: sizes that do not fit together, or an unknown rotary embedding.
+        CheckpointError: an entry of another type or out of range, sizes that do not fit together,
+            or an unknown rotary embedding.
     """
 
     vocab_size: int
@@ -100,7 +101,7 @@ class LlamaConfig:
             arguments.check_positive(**{name: getattr(self, name) for name in sizes})
             arguments.check(**{name: getattr(self, name) for name in others})
             self.rope()
-        except (ShapeError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise CheckpointError(f"the configuration is not supported: {error}") from error
         if self.num_attention_heads % self.num_key_value_heads:
             raise CheckpointError(

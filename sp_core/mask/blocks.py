@@ -144,7 +144,7 @@ def runs(positions: Positions) -> list[range]:
     return list(_greedy(position_tensor(positions).cpu()))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _runs_of(positions: Joined) -> tuple[range, ...]:
     """Return the runs of a shard's positions. They are kept: each layer of a model needs them."""
     return tuple(_greedy(positions.tensor()))

@@ -26,8 +26,8 @@ FAR64 = 1 << 62
 sum of it and a position does not overflow."""
 
 Positions = range | Sequence[int] | Tensor | Joined
-"""Global positions of tokens: a range, a sequence of ints, or an integer tensor (S,). Callers of
-public functions do not make a `Joined`."""
+"""Global positions of tokens: a range, a sequence of ints, or an integer tensor (S,). Schemes
+pass a `Joined` for a shard of several segments; public functions do not take one."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,25 @@ def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
     return torch.bucketize(positions.contiguous(), ends, right=True)
 
 
+def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
+    """Count the keys that each query sees, int64 (Sq,).
+
+    Args:
+        mask: which keys a query sees.
+        queries: positions of the queries.
+        keys: positions of the keys, of step 1.
+    """
+    q = position_tensor(queries)
+    least, greatest = limits(mask, FAR64)
+    low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
+    if mask.documents is not None:
+        document = document_of(q, mask.documents)
+        bounds = torch.tensor(mask.key_documents, device="cpu")
+        low = low.maximum(bounds[document])
+        high = high.minimum(bounds[document + 1] - 1)
+    return (high - low + 1).clamp(min=0)
+
+
 def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
     """Refuse positions `first` to `last` unless all lie in documents.
 
@@ -265,22 +284,3 @@ def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, 
             f"(cu_seqlens), at most 2**62"
         )
     return bounds
-
-
-def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
-    """Count the keys that each query sees, int64 (Sq,).
-
-    Args:
-        mask: which keys a query sees.
-        queries: positions of the queries.
-        keys: positions of the keys, of step 1.
-    """
-    q = position_tensor(queries)
-    least, greatest = limits(mask, FAR64)
-    low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
-    if mask.documents is not None:
-        document = document_of(q, mask.documents)
-        bounds = torch.tensor(mask.key_documents, device="cpu")
-        low = low.maximum(bounds[document])
-        high = high.minimum(bounds[document + 1] - 1)
-    return (high - low + 1).clamp(min=0)

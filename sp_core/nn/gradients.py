@@ -331,10 +331,10 @@ def _placed(
     found: Placed = {}
     given = {id(each): each for each in parameters}
     if not given and isinstance(parameters, Iterator):
-        raise ValueError("parameters is an iterator at its end. Pass list(model.parameters()).")
-    remedy = "Pass those of a module, such as model.parameters()."
+        text = "parameters is an iterator that yields none; an optimizer may have used it up."
+        raise ValueError(f"{text} Pass a list, such as list(model.parameters()).")
     for number, parameter in enumerate(given.values()):
-        arguments.check_type("a parameter", parameter, nn.Parameter, remedy)
+        arguments.check_type("a parameter", parameter, nn.Parameter, "Pass model.parameters().")
         if not is_wanted(parameter):
             continue
         arguments.check_tensor(parameter, comm, "a parameter")

@@ -280,7 +280,7 @@ class LockstepComm(Observer, ABC):
             values = bind(op, args, given)
             edges = self._raw.inoutedges if op.startswith("Neighbor") else ((), ())
             found = flow(op, self.rank, self.size, values, edges)
-            self._require(found)
+            self._check_buffers(found)
         self._check_root(form, values.get("root"))
         what = found.call(form, self.rank)
         self._allow(what)
@@ -289,7 +289,7 @@ class LockstepComm(Observer, ABC):
         # do not wait for an early one: other ranks may wait for a different call of this rank
         return self._later(beginning) if early else beginning.settle()
 
-    def _require(self, flow: Flow) -> None:
+    def _check_buffers(self, flow: Flow) -> None:
         """Raise ValueError if ranks of this kind cannot make the collective with these buffers."""
 
     def _later(self, beginning: Beginning) -> Any:

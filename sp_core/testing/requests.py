@@ -151,6 +151,12 @@ def _under(request: Any) -> Any:
     return getattr(request, "transfer", None)
 
 
+def _may_end(request: Any) -> bool:
+    """Return whether MPI may find the request complete: it is made and, if persistent, started."""
+    transfer = _under(request)
+    return bool(request) and (transfer is None or not transfer.done)
+
+
 def _method(base: Any, name: str) -> Any:
     """Return the method `name` of requests, such as "Waitall", which polls with mpi4py's tests."""
     from mpi4py import MPI
@@ -178,7 +184,7 @@ def _method(base: Any, name: str) -> Any:
         cls: type, requests: Sequence[Any], status: Any = None, statuses: Any = None
     ) -> Any:
         made = [*map(find, requests)]
-        if None in made and (test.endswith("all") or not any(made)):
+        if None in made and (test.endswith("all") or not any(map(_may_end, made))):
             return _nothing(test)
         made = [MPI.REQUEST_NULL if each is None else each for each in made]
         return run(made, made, status if statuses is None else statuses)

@@ -120,7 +120,7 @@ class ThreadComm(_OfThreads, LockstepComm):
         name = f"{self._carrier.name}.{name}"
         return ThreadComm(ThreadCarrier(self._world, name, rank, members), self.family)
 
-    def _require(self, flow: Flow) -> None:
+    def _check_buffers(self, flow: Flow) -> None:
         for _, part in (*flow.gives, *flow.takes):
             view(part)
         require_reducible(flow)

@@ -275,7 +275,7 @@ ON_ONE_RANK: Table = {
         ),
         "gradients of the parameters that an optimizer has used up": (
             ValueError,
-            "an iterator at its end. Pass list(model.parameters())",
+            "an iterator that yields none",
             summed(lambda _, here: [] if not here else iter(())),
         ),
         "gradients of a weight of another shape": (
