@@ -13,6 +13,8 @@ from mutants.trial import Ending, Outcome, Stale, judged
 from studies import commands
 from studies.commands import ROOT, copied, refused
 
+from benchmarks.launching import INTERRUPTED
+
 CATALOGUE = catalogue.mutants()
 EXCLUDED = catalogue.exclusions()
 SMALL = Mutant(
@@ -130,13 +132,14 @@ def test_nothing_is_tried_where_no_process_can_be_started_apart(
 def test_the_report_of_an_interrupted_run_has_what_was_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """An interruption before the first result leaves the last report as it was."""
     ended = [*[Outcome("survived")] * 2, KeyboardInterrupt]
     one, other = SMALL, replace(SMALL, id="LSE-1/x", title="another title")
     monkeypatch.setattr(command, "refused", str)
     monkeypatch.setattr(command, "mutants", lambda: [one, other])
-    monkeypatch.setattr(command, "tried", Mock(side_effect=ended))
-    with pytest.raises(KeyboardInterrupt):
-        command.main(["--out", str(tmp_path)])
+    for results in ended, ended[1:]:
+        monkeypatch.setattr(command, "tried", Mock(side_effect=results))
+        assert command.main(["--out", str(tmp_path)]) == INTERRUPTED
     text = (tmp_path / "mutants.md").read_text()
     assert (one.title in text, other.title in text) == (True, False)
 
