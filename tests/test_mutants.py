@@ -118,14 +118,26 @@ def test_a_report_counts_by_class_and_names_survivors() -> None:
     assert all(x.reason in text for x in EXCLUDED)
 
 
+@pytest.mark.parametrize(
+    ("apart", "told"),
+    [
+        (("sh", "-c", "echo unshare failed; exit 1"), "unshare failed"),
+        (("no-such-program",), "[Errno 2] No such file or directory: 'no-such-program'"),
+        (("false",), "false: exit code 1, no output"),
+    ],
+)
 def test_nothing_is_tried_where_no_process_can_be_started_apart(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    apart: tuple[str, ...],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """Otherwise each mutant would count as killed, because its tests end with an error."""
-    monkeypatch.setattr(commands, "APART", ("sh", "-c", "echo unshare failed; exit 1"))
+    monkeypatch.setattr(commands, "APART", apart)
     monkeypatch.setattr(command, "tried", pytest.fail)
     assert command.main(["--only", "LSE", "--out", str(tmp_path)]) == 2
-    assert "unshare failed\nTo try mutants" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"{told}\nTo try mutants")
     assert [*tmp_path.iterdir()] == []
 
 
