@@ -22,6 +22,7 @@ VALUES: dict[str, Any] = {
     "none": None,
     "flag": True,
     "zero": 0,
+    "minus": -1,
     "numpy": np.int64(3),
     "half": 0.5,
     "narrow": np.float16(0.5),
@@ -56,7 +57,7 @@ VALUES: dict[str, Any] = {
 }
 SEQUENCES = "words blanks list wholes tuple range flags halves lists halves_in_lists all_endless"
 TAKEN = {
-    "dim": "zero numpy",
+    "dim": "zero minus numpy",
     "sizes": "none list wholes tuple range",
     "tokens": "list lists",
     "causal": "flag",
@@ -70,7 +71,7 @@ TAKEN = {
     "tensors": SEQUENCES.replace("range ", ""),
     "positions": "list lists halves_in_lists words blanks",
     "groups": "list lists",
-    "count": "none zero numpy",
+    "count": "none zero minus numpy",
     "room": "list wholes tuple range",
     "max_tokens": "zero numpy",
     "pass_tokens": "numpy",
@@ -78,7 +79,7 @@ TAKEN = {
     "window": "none numpy",
     "micro_batches": "none numpy",
     "max_file_bytes": "none numpy",
-    "p": "zero numpy half narrow endless",
+    "p": "zero minus numpy half narrow endless",
     "temperature": "zero numpy half narrow",
     "dropout": "zero half narrow",
     "base": "numpy half narrow",
@@ -101,7 +102,7 @@ TAKEN = {
     "layout": "function class",
     "ordering": "function class",
     "on_token": "none function class",
-    "softmax_scale": "none zero numpy half narrow",
+    "softmax_scale": "none zero minus numpy half narrow",
     "softcap": "none numpy half narrow",
     "sinks": "none tensor",
     "alibi": "none list wholes tuple range halves",

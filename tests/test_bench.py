@@ -143,7 +143,7 @@ def test_an_end_in_the_middle_loses_nothing(
     """If a launch dies in its second case, the launch of more ranks follows all the same.
 
     After an interruption it does not. The job's folder lies below the checkout, which all nodes
-    share, and is removed. Records of another run into the file count for nothing.
+    share, and is removed. Records of another run or launch count for nothing.
     """
     out, folders = tmp_path / "records.jsonl", list[Path]()
     (tmp_path / "sp_core").mkdir()
@@ -157,7 +157,8 @@ def test_an_end_in_the_middle_loses_nothing(
         setting = msgspec.convert(job["setting"], Setting)
         records.append(out, setting.record(planned("a", ranks=job["ranks"])[0], **parts))
         other = planned("c", ranks=job["ranks"])[0]
-        records.append(out, Setting().record(other, status="missing", reason="none"))
+        for theirs in (Setting(), msgspec.structs.replace(setting, launch=1)):
+            records.append(out, theirs.record(other, status="missing", reason="none"))
         news = {"case": "b", "phase": "measuring b", "done": 1, "total": 2}
         (folder / "progress").write_text(json.dumps(news))
         progress(**news)
@@ -169,7 +170,7 @@ def test_an_end_in_the_middle_loses_nothing(
     plan = {ranks: planned("a", "b", "c", ranks=ranks) for ranks in (1, 2)}
     monkeypatch.setattr(record, "listing", lambda *_: plan)
     assert record.main(["--out", str(out), "--root", str(tmp_path)]) == 1
-    found = [one for one in records.read(out).records if one.run_id != Setting().run_id]
+    found = [one for one in records.read(out).records if one.reason != "none"]
     assert [(one.case.id, one.status, one.reason) for one in found] == told
     assert not any((launching.REPORTS / folder).exists() for folder in folders)
 
@@ -196,11 +197,8 @@ def test_a_file_that_grows_too_large_is_an_error(
 def test_a_full_disk_is_told_in_one_line_and_the_records_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    out, write, full = (
-        tmp_path / "records.jsonl",
-        records.append,
-        OSError(28, "No space left", "the folder"),
-    )
+    out, write = tmp_path / "records.jsonl", records.append
+    full = OSError(28, "No space left", "the folder")
     monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a", "b", ranks=1)})
     monkeypatch.setattr(launching, "watch", lambda *_: (1, "it failed"))
     monkeypatch.setattr(records, "append", Mock(side_effect=[DEFAULT, full, full], wraps=write))

@@ -203,31 +203,41 @@ def not_summed(pair: Any, x: Tensor) -> Any:
     return torch.split(own, list(pair.down.lengths or ()), 1)[pair.down.comm.rank]
 
 
-forward = our_layers.Pair.forward
+FORWARD = our_layers.Pair.forward
 WRONG_PAIRS: dict[str, tuple[str, Call, str, str]] = {
     "the output is not summed over the ranks": ("forward", not_summed, "forward", "out"),
     "the input gets no gradient through the layers": (
-        *("forward", lambda pair, x: forward(pair, x.detach()) + 0 * x),
-        *("backward", "d x"),
+        "forward",
+        lambda pair, x: FORWARD(pair, x.detach()) + 0 * x,
+        "backward",
+        "d x",
     ),
     "the gradient of the bias is too small by the factor P": (
-        *("finish", lambda pair: pair.down.bias.grad.div_(pair.down.comm.size)),
-        *("bias", "d down.bias"),
+        "finish",
+        lambda pair: pair.down.bias.grad.div_(pair.down.comm.size),
+        "bias",
+        "d down.bias",
     ),
     "the second weight has no gradient": (
-        *("finish", lambda pair: setattr(pair.down.weight, "grad", None)),
-        *("backward", "d down.weight"),
+        "finish",
+        lambda pair: setattr(pair.down.weight, "grad", None),
+        "backward",
+        "d down.weight",
     ),
     "of two uses only one counts in the gradient of the first weight": (
-        *("finish", lambda pair: pair.up.weight.grad.div_(2)),
-        *("twice", "d up.weight"),
+        "finish",
+        lambda pair: pair.up.weight.grad.div_(2),
+        "twice",
+        "d up.weight",
     ),
     "the output is rounded to float32": (
-        *("forward", lambda pair, x: forward(pair, x).float().to(x.dtype)),
-        *("float64", "out"),
+        "forward",
+        lambda pair, x: FORWARD(pair, x).float().to(x.dtype),
+        "float64",
+        "out",
     ),
 }
-"""For each fault the method that has it, the method, the capability, and the wrong result."""
+"""By fault: the method to replace, its replacement, the capability, and the wrong result."""
 
 
 @pytest.mark.parametrize("fault", WRONG_PAIRS)

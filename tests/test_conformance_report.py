@@ -304,6 +304,16 @@ def test_the_committed_report_says_what_its_data_say(data: Any) -> None:
     assert (HERE / "REPORT.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("folder", [HERE, Path("no folder")])
+def test_no_script_is_printed_for_a_cell_that_is_not_in_the_report(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--script", "no library", "forward", "--out", str(folder)]
+    assert program.main(asked) == 2
+    said = f"no library, forward: not in {folder}/REPORT.json, so nothing can be shown"
+    assert said in capsys.readouterr().err
+
+
 def test_what_was_not_tried_is_a_fault() -> None:
     verdicts = {
         "a library": {

@@ -13,6 +13,8 @@ from mutants.trial import Ending, Outcome, Stale, judged
 from studies import commands
 from studies.commands import ROOT, copied, refused
 
+from benchmarks.launching import INTERRUPTED
+
 CATALOGUE = catalogue.mutants()
 EXCLUDED = catalogue.exclusions()
 SMALL = Mutant(
@@ -116,27 +118,40 @@ def test_a_report_counts_by_class_and_names_survivors() -> None:
     assert all(x.reason in text for x in EXCLUDED)
 
 
+@pytest.mark.parametrize(
+    ("apart", "told"),
+    [
+        (("sh", "-c", "echo unshare failed; exit 1"), "unshare failed"),
+        (("no-such-program",), "[Errno 2] No such file or directory: 'no-such-program'"),
+        (("false",), "false: exit code 1, no output"),
+    ],
+)
 def test_nothing_is_tried_where_no_process_can_be_started_apart(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    apart: tuple[str, ...],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """Otherwise each mutant would count as killed, because its tests end with an error."""
-    monkeypatch.setattr(commands, "APART", ("sh", "-c", "echo unshare failed; exit 1"))
+    monkeypatch.setattr(commands, "APART", apart)
     monkeypatch.setattr(command, "tried", pytest.fail)
     assert command.main(["--only", "LSE", "--out", str(tmp_path)]) == 2
-    assert "unshare failed\nTo try mutants" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"{told}\nTo try mutants")
     assert [*tmp_path.iterdir()] == []
 
 
 def test_the_report_of_an_interrupted_run_has_what_was_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """An interruption before the first result leaves the last report as it was."""
     ended = [*[Outcome("survived")] * 2, KeyboardInterrupt]
     one, other = SMALL, replace(SMALL, id="LSE-1/x", title="another title")
     monkeypatch.setattr(command, "refused", str)
     monkeypatch.setattr(command, "mutants", lambda: [one, other])
-    monkeypatch.setattr(command, "tried", Mock(side_effect=ended))
-    with pytest.raises(KeyboardInterrupt):
-        command.main(["--out", str(tmp_path)])
+    for results in ended, ended[1:]:
+        monkeypatch.setattr(command, "tried", Mock(side_effect=results))
+        assert command.main(["--out", str(tmp_path)]) == INTERRUPTED
     text = (tmp_path / "mutants.md").read_text()
     assert (one.title in text, other.title in text) == (True, False)
 

@@ -17,6 +17,8 @@ from mutants.trial import Outcome
 from studies import commands
 from studies.commands import ROOT
 
+from benchmarks.launching import parse
+
 FILE = "sp_core/mask/blocks.py"
 
 
@@ -225,7 +227,11 @@ def test_a_report_leaves_out_what_goes_unnoticed_and_names_survivors() -> None:
 
 
 def test_the_seed_is_the_date_and_each_sample_has_its_own_number_and_report() -> None:
-    library, kit = (generic.parsed(arguments) for arguments in ([], ["--kit", "--seed", "5"]))
+    library, kit = (
+        parse("", "", generic.OPTIONS, arguments) for arguments in ([], ["--kit", "--seed", "5"])
+    )
+    for options in library, kit:
+        generic.complete(options)
     assert re.fullmatch(r"20\d{6}", str(library.seed))
     assert (library.number, library.name) == (500, "generic")
     assert (kit.seed, kit.number, kit.name) == (5, 150, "generic_kit")

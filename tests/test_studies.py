@@ -364,6 +364,20 @@ def test_a_launch_that_ended_well_is_repeated_for_other_code_only(
     assert json.loads((tmp_path / "REPORT.json").read_text()) == []
 
 
+def test_the_digest_of_the_code_is_of_the_library_and_of_the_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite_command, "ROOT", tmp_path)
+    found = [suite_command.present()]
+    for folder in "sp_core/collectives", "tests/mpi4py_suite":
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").touch()
+        found.append(suite_command.present())
+        (tmp_path / folder / "a.py").write_text("x = 1")
+        found.append(suite_command.present())
+    assert len({*found}) == 5
+
+
 def test_the_report_has_both_mpis_and_names_what_is_not_checked() -> None:
     rows, text = (
         json.loads((SUITE / "REPORT.json").read_text()),

@@ -23,6 +23,8 @@ BEFORE = (
     "sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
 )
 """Commands that prepare a job."""
+APART = {"tests", "mutants", "generic_mutants"}
+"""Sessions that start commands in namespaces of their own: without the right, tests are skipped."""
 NOX = re.compile(r"""\.venv/bin/nox -s (?:"(\w+)\([^"]*\)"|(\w+))( -- [^&|;<>`(]*)?""")
 OURS = "sp-core/sp_core/.github/workflows/gpu-run.yml@main"
 OF_MAIN = "github.repository == 'sp-core/sp_core' && github.ref == 'refs/heads/main'"
@@ -67,6 +69,7 @@ def test_every_step_is_one_call_of_nox_for_a_session_that_exists(
     assert [word for word in FORBIDDEN if word in text] == []
     for title, job in jobs(text).items():
         assert re.search(r"^    timeout-minutes: \d+$", job, re.MULTILINE) or OURS in job, title
+        assert (BEFORE[1] in values("run", job)) == bool(APART & {*called(job)}), title
 
 
 def test_the_guide_for_contributors_lists_what_runs_every_night() -> None:

@@ -5,10 +5,10 @@ report lists such pairs with the library's error. The exit code is 1 if a result
 hangs, ranks get different errors, or a possible pair was not drawn.
 """
 
+import argparse
 import multiprocessing
 import os
 import random
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from studies.records import write
 
 from benchmarks import launching
-from benchmarks.launching import Options, about, parse
+from benchmarks.launching import Options, about
 from domains.report import Record, explored, markdown
 from domains.subjects import BY_NAME
 
@@ -28,14 +28,11 @@ OPTIONS: Options = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Returns:
-        The exit code.
-    """
-    seed = random.SystemRandom().randrange(2**31)
-    options = parse("python -m domains", __doc__, OPTIONS, arguments, seed=seed)
+@launching.program(
+    "python -m domains", __doc__, OPTIONS, seed=random.SystemRandom().randrange(2**31)
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command line; return the exit code."""
     context = multiprocessing.get_context("spawn")
     records: list[Record] = []
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:

@@ -26,6 +26,10 @@ from sp_core.testing import device
 
 DTYPES = {name: getattr(torch, name) for name in NAMES}
 
+APART = "otherwise on odd ranks"
+LIES = values("alike", APART)
+"""Whether the tensors of odd ranks are contiguous in memory, whatever layout was drawn."""
+
 COUNTS_ONCE = ("reduce_from_group", "gather_replicated")
 """Collectives whose result is one value of all ranks: its gradient counts once, not per rank."""
 
@@ -65,16 +69,16 @@ def shape_of(op: str, drawn: Values, rank: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def lying(x: Tensor, memory: str, drawn: Values, rank: int) -> Tensor:
-    """Return x in a memory layout, which in half of the rows is that of every second rank only."""
-    return in_memory(x, "contiguous" if rank % 2 and drawn["seed"] % 2 else memory)
+def lying(x: Tensor, memory: str, lies: str, rank: int) -> Tensor:
+    """Return x in a memory layout, contiguous on odd ranks if `lies` says so."""
+    return in_memory(x, "contiguous" if rank % 2 and lies == APART else memory)
 
 
 def tensor(op: str, drawn: Values, rank: int, key: int, memory: str) -> Tensor:
     """Return a tensor of small whole numbers, which every dtype adds exactly."""
     seed = 1000 * drawn["seed"] + 10 * rank + key
     numbers = whole(seed, shape_of(op, drawn, rank), drawn["x.dtype"])
-    return lying(numbers.to(device()), memory, drawn, rank)
+    return lying(numbers.to(device()), memory, drawn["x.lies"], rank)
 
 
 def arguments_of(op: str, drawn: Values) -> Values:
@@ -111,7 +115,7 @@ def judge(op: str, group: sp.Communicator, drawn: Values, x: Tensor, result: Any
         for r, x in enumerate(expected)
     ]
     upstream = [
-        lying(grad, drawn["x.upstream"], drawn, r) if grad.dim() else grad
+        lying(grad, drawn["x.upstream"], drawn["x.lies"], r) if grad.dim() else grad
         for r, grad in enumerate(upstream)
     ]
     (grad,) = torch.autograd.grad(result, x, upstream[rank])
@@ -198,6 +202,7 @@ def factors(op: str) -> dict[str, Parts]:
         "x.memory": values(*MEMORIES),
         "x.gradient": values(False, True),
         "x.upstream": values(*MEMORIES),
+        "x.lies": LIES,
     }
     return held | of_lengths(op) | OWN.get(op, {}) | algorithm
 
@@ -207,6 +212,11 @@ SITUATIONS = situations.situations("host in parts", "late sends", "staged", "pip
 
 MANY = {"comm.ranks": "9 to 17"}
 """Every run draws each algorithm with this part, because the other parts have at most 8 ranks."""
+APART_ROWS = (
+    {"x.lies": APART, "x.memory": "transposed"},
+    {"x.lies": APART, "x.gradient": "True", "x.upstream": "transposed"},
+)
+"""Tensors, or upstream gradients, of which only those of even ranks are not contiguous."""
 OWN_RESULTS = {"copy_to_group": ("another dtype", "longer at the end", "one dim more")}
 """Changes of `copy_to_group` that only change a rank's own result: forward sends nothing."""
 
@@ -218,7 +228,10 @@ SUBJECTS = [
         SITUATIONS,
         allowed=("x=longer at the end", "offset=far out") if op in UNEVEN else (),
         own_results=OWN_RESULTS.get(op, ("one dim more",)),
-        together=tuple(MANY | {"algorithm": way} for way in SCHEDULED.get(name, ())),
+        together=(
+            *(MANY | {"algorithm": way} for way in SCHEDULED.get(name, ())),
+            *APART_ROWS,
+        ),
     )
     for op in DEFINITIONS
     for name in (op, f"{op}_start")

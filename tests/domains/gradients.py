@@ -11,6 +11,7 @@ from oracle.collective_cases import MEMORIES, in_memory, total
 from torch import Tensor, nn
 
 import sp_core as sp
+from domains.collectives import APART, LIES
 from domains.declared import Call, Parts, Values, near, same, spans, values, whole
 from domains.placements import HELD, held_of, indices
 from domains.situations import SITUATIONS, on_mesh
@@ -154,7 +155,7 @@ def reductions(mesh: sp.Mesh, drawn: Values) -> Call:
     """Return the call of `reduce_gradients`, which first restores the gradients of the backward."""
     data, tensor = mesh["data"], mesh["tensor"]
     own: Values = {"parameters.magnitude": 1}
-    if data.rank % 2 and drawn["seed"] % 2:  # a rank may have loaded weights that lie otherwise
+    if data.rank % 2 and drawn["parameters.lies"] == APART:
         own["parameters.memory"] = "contiguous"
     case = Parameters(drawn | own, tensor)
     gradients = [case.gradient(number, data.rank, tensor.rank) for number in range(len(case.list))]
@@ -241,6 +242,7 @@ OVER_RANKS: dict[str, Parts] = {
 
 REDUCED: dict[str, Parts] = {
     "data.size": spans((2, 2), (1, 1), (3, 3)),
+    "parameters.lies": LIES,  # a rank may have loaded weights that lie otherwise
     "tensor": values("given", "none"),
     "tensor.size": {
         name: lambda c, v, size=size: size(c, v) if v["tensor"] == "given" else 1  # type: ignore[misc]
@@ -266,7 +268,7 @@ SUBJECTS = [
         REDUCED | OVER_RANKS | SITUATIONS,
         partial(axes_of, "data"),
         reductions,
-        together=(NARROW,),
+        together=(NARROW, {"parameters.lies": APART, "parameters.memory": "transposed"}),
     ),
     on_mesh(
         "gradients.clip_gradient_norm",

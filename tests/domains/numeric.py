@@ -333,7 +333,7 @@ SUBJECTS = [
                 "p": values(0.3, 0.0, 0.999),
                 "seed.value": spans((0, 99), (2**31, 2**40), (2**62 - 9, 2**62 - 1)),
                 "positions": POSITIONS
-                | {"far out": lambda c, v: range(2**33 - 7, 2**33 - 7 + v["x.seq_len"])},
+                | {"beyond int32": lambda c, v: range(2**33 - 7, 2**33 - 7 + v["x.seq_len"])},
                 "features": {
                     "all": lambda c, v: None,
                     "a part": lambda c, v: range(7, 7 + v["x.width"]),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sp_core as sp
 from domains import collectives
-from domains.collectives import DTYPES, SITUATIONS, lying, tensor
+from domains.collectives import APART, APART_ROWS, DTYPES, LIES, SITUATIONS, lying, tensor
 from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
 from sp_core.testing import device
@@ -163,7 +163,7 @@ def copied(drawn: Values, rank: int, key: int) -> list[Tensor]:
 
 def laid(x: Tensor, memory: str, drawn: Values, rank: int) -> Tensor:
     """Return a rank's tensor in a memory layout (`lying`); without dims it stays as it is."""
-    return lying(x, memory, drawn, rank) if x.dim() else x
+    return lying(x, memory, drawn["tensors.lies"], rank) if x.dim() else x
 
 
 def copies(group: sp.Communicator, drawn: Values) -> Call:
@@ -219,6 +219,7 @@ SUBJECTS = [
             SITUATIONS,
             covers=("plan",),
             allowed=("x=longer at the end", "offset=far out") if op in UNEVEN else (),
+            together=APART_ROWS[:1],
         )
         for op in (
             "all_gather",
@@ -240,7 +241,7 @@ SUBJECTS = [
         },
         in_place,
         SITUATIONS,
-        together=({"x.memory": "transposed", "algorithm": "ring"},),
+        together=(APART_ROWS[0] | {"algorithm": "ring"},),
     ),
     on_group(
         "copy_all_to_group",
@@ -251,9 +252,11 @@ SUBJECTS = [
             "tensors.memory": values(*MEMORIES),
             "tensors.gradients": values("all", "some", "none"),
             "tensors.upstream": values(*MEMORIES),
+            "tensors.lies": LIES,
             "(used)": values("all", "some", "one"),
         },
         copies,
         allowed=("tensors=in another order",),
+        together=({"tensors.lies": APART, "tensors.upstream": "transposed"},),
     ),
 ]

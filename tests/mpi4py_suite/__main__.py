@@ -8,6 +8,7 @@ The exit code is 1 if a test ends differently on checked communicators without a
 if no test has passed on them.
 """
 
+import argparse
 import itertools
 import os
 import shutil
@@ -24,7 +25,7 @@ from studies.records import write
 
 from benchmarks import launching
 from benchmarks.checkout import digest
-from benchmarks.launching import Options, about, parse
+from benchmarks.launching import Options, about
 
 GROUPS = {
     "collectives": ["cco_buf", "cco_vec", "cco_obj", "cco_ngh_buf", "cco_ngh_obj"],
@@ -54,9 +55,9 @@ OPTIONS: Options = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@launching.program("nox -s mpi4py --", __doc__, OPTIONS)
+def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
-    options = parse("nox -s mpi4py --", __doc__, OPTIONS, arguments)
     folder, code = fetched(options.out), present()
     for ranks, group, kind in itertools.product(options.ranks, options.groups, KINDS):
         out = place(options.out, ranks, kind, group)

@@ -2,8 +2,10 @@
 
 The exit code is 1 if a mutant survives, hangs, is stale, or keeps the tests from starting. It is 2
 if no mutant is chosen, a test fails without a mutant, or the machine cannot run tests apart.
+A signal ends the command when the running trials have ended.
 """
 
+import argparse
 import compileall
 import os
 import statistics
@@ -18,7 +20,7 @@ from studies.commands import ROOT, refused
 from studies.records import table, write
 
 from benchmarks import launching
-from benchmarks.launching import Options, about, parse
+from benchmarks.launching import Options, about
 
 SECONDS = 240.0
 """Time limit of the tests that a mutant names, in seconds."""
@@ -32,9 +34,9 @@ OPTIONS: Options = {
 Result = tuple[Mutant, Outcome]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@launching.program("nox -s mutants --", __doc__, OPTIONS)
+def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
-    options = parse("nox -s mutants --", __doc__, OPTIONS, arguments)
     chosen = selected(mutants(), options.only)
     if problem := refused() if chosen else "no mutant is chosen":
         print(problem, flush=True)
@@ -48,12 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             results.extend(pool.map(_told, chosen))
         finally:
-            plain = [
-                {"id": m.id, "family": m.family, "file": m.file, **asdict(outcome)}
-                for m, outcome in results
-            ]
-            write(options.out, "mutants", markdown(results, exclusions()), plain)
-            print(f"{score(results)} killed; {options.out}/mutants.md", flush=True)
+            if results:
+                report(options.out, results)
     return int(any(outcome.verdict != "killed" for _, outcome in results))
 
 
@@ -91,6 +89,16 @@ def _told(mutant: Mutant) -> Result:
 def score(results: Sequence[Result]) -> str:
     """Return the number of killed mutants and the number of all as text, such as "3 of 4"."""
     return f"{sum(outcome.verdict == 'killed' for _, outcome in results)} of {len(results)}"
+
+
+def report(out: Path, results: Sequence[Result]) -> None:
+    """Write the report into a folder, and print the score."""
+    plain = [
+        {"id": m.id, "family": m.family, "file": m.file, **asdict(outcome)}
+        for m, outcome in results
+    ]
+    write(out, "mutants", markdown(results, exclusions()), plain)
+    print(f"{score(results)} killed; {out}/mutants.md", flush=True)
 
 
 def markdown(results: Sequence[Result], excluded: Sequence[Exclusion]) -> list[str]:

@@ -4,7 +4,8 @@
 an edit of the kit only by the tests of the kit (`reach.OF_KIT`).
 The exit code is 1 if too few edits are killed. It is 2 if a test fails without an edit, no edit is
 chosen, the machine cannot run tests apart, or `equivalent.toml` is stale. It is 3 if the time was
-up too early; `--resume` then continues.
+up too early; `--resume` then continues. A signal ends the command when the running trials have
+ended.
 """
 
 import argparse
@@ -28,7 +29,6 @@ from studies.records import add_line, named, read_lines, write
 
 from benchmarks import launching
 from benchmarks.checkout import commit
-from benchmarks.launching import parse
 
 NUMBER, NUMBER_OF_KIT = 500, 150
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,9 +44,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@launching.program("nox -s generic_mutants --", __doc__, OPTIONS)
+def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
-    options = parsed(arguments)
+    complete(options)
     found = sample.candidates(kit=options.kit)
     entries = sample.equivalents()
     if old := sample.stale(entries, [*found, *sample.candidates(kit=not options.kit)]):
@@ -77,13 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 3 if left else int(bool(wrong) or not tally.suffices(results))
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options, and fill in the seed, the number of edits and the name of the report."""
-    options = parse("nox -s generic_mutants --", __doc__, OPTIONS, arguments)
+def complete(options: argparse.Namespace) -> None:
+    """Fill in the seed, the number of edits and the name of the report."""
     options.seed = int(f"{datetime.now(UTC):%Y%m%d}") if options.seed is None else options.seed
     options.number = options.number or (NUMBER_OF_KIT if options.kit else NUMBER)
     options.name = "generic_kit" if options.kit else "generic"
-    return options
 
 
 def selected(edits: Sequence[Edit], only: Sequence[str]) -> list[Edit]:

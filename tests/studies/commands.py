@@ -27,11 +27,15 @@ wrong edit of the code that ends leftover processes could end those of the whole
 
 def refused() -> str:
     """Return why this machine starts no command with `APART`, and what to do; "" if it does."""
-    code, text = printed([*APART, "true"], ROOT, os.environ, 60)
+    try:
+        code, text = printed([*APART, "true"], ROOT, os.environ, 60)
+    except OSError as error:
+        code, text = None, str(error)
     if code == 0:
         return ""
+    reason = text.strip() or f"{APART[0]}: exit code {code}, no output"
     allowed = "`sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`"
-    return f"{text.strip()}\nTo try mutants, be root, or allow user namespaces: {allowed}"
+    return f"{reason}\nTo try mutants, be root, or allow user namespaces: {allowed}"
 
 
 @contextlib.contextmanager
