@@ -15,6 +15,7 @@ from test_kit_watch import OWNERS, through
 
 from sp_core.errors import PeerFailed
 from sp_core.testing import session
+from sp_core.testing.checked import method_for
 from sp_core.testing.lockstep import UNCOUNTED, Call, Message, Record, _unmatched, decide
 from sp_core.testing.outcome import (
     DONE,
@@ -337,6 +338,20 @@ def test_a_message_is_known_by_its_number_among_those_with_its_ends() -> None:
     for place, message in enumerate(sent):
         assert turn(sent, message) == 1 + sum(x[:3] == message[:3] for x in sent[:place])
     assert turn(sent, None) == turn([], None) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("Get_rank", ""),
+        ("Isend", "_message"),
+        ("Dup", "_agreed"),
+        ("Isendrecv", "_unchecked"),
+        ("Call_of_a_later_version", "_unchecked"),
+    ],
+)
+def test_a_call_is_made_by_the_method_of_its_kind(name: str, method: str) -> None:
+    assert method_for(name) == method
 
 
 def test_what_is_not_checked_is_told_once(
