@@ -228,7 +228,6 @@ def test_a_freed_communicator_is_refused_on_every_rank(comm: Any) -> None:
             late.Free()
     assert not twin
     assert not late
-    assert twin == late == MPI.COMM_NULL or not isinstance(comm, CheckedComm)
     if isinstance(comm, LockstepComm):
         send, receive = methodcaller("Isend", ONE, peer), methodcaller("Irecv", np.zeros(1), peer)
         calls = [methodcaller("Barrier"), methodcaller("Dup"), methodcaller("allgather", 0)]

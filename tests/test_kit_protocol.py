@@ -346,7 +346,7 @@ def test_a_message_is_known_by_its_number_among_those_with_its_ends() -> None:
         ("Get_rank", ""),
         ("Isend", "_message"),
         ("Dup", "_agreed"),
-        ("Isendrecv", "_unchecked"),
+        ("Psend_init", "_unchecked"),
         ("Call_of_a_later_version", "_unchecked"),
     ],
 )
