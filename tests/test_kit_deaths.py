@@ -232,7 +232,9 @@ def test_a_rank_that_ended_by_itself_or_noted_an_error_is_the_first(
     watch._ended = dict.fromkeys([0, *ends])
     watch.dead = {rank: cause for rank, cause in sorted(ends.items()) if cause}
     assert watch.first() == first
-    assert (watch.failed(), watch.succeeded()) == (outcome == "failed", outcome == "succeeded")
+    told = [int(cause[10:]) for cause in filter(None, causes) if cause.startswith("exit code 1")]
+    assert watch.exit_code() == (0 if outcome == "succeeded" else (*told, 1)[0])
+    assert watch.failed() == (outcome == "failed")
     died = f"died first: {watch.dead[first]}" if first in watch.dead else "failed first"
     place = f"; last place: {noted[first]}" if first in noted else ""
     assert watch.suspects() == ([] if first is None else [f"rank {first} {died}{place}"])

@@ -114,32 +114,31 @@ def test_a_launch_is_ended_for_these_reasons(
 
 
 @pytest.mark.parametrize(
-    ("launch", "dead", "succeeded", "after", "code", "expected"),
+    ("launch", "dead", "told", "after", "code", "expected"),
     [
-        ("python x.py", 3, True, 4.0, None, None),
-        ("python x.py", 3, True, 4.5, None, 0),
-        ("python x.py", 3, False, 4.5, None, 1),
-        ("python x.py", 2, True, 4.5, None, None),
-        ("python x.py", 3, True, 4.5, 5, 5),
-        ("tool", 3, True, 4.5, None, None),
+        ("python x.py", 3, 0, 4.0, None, None),
+        ("python x.py", 3, 0, 4.5, None, 0),
+        ("python x.py", 3, 7, 4.5, None, 7),
+        ("python x.py", 2, 0, 4.5, None, None),
+        ("python x.py", 3, 0, 4.5, 5, 5),
+        ("tool", 3, 0, 4.5, None, None),
     ],
     indirect=["launch"],
 )
 def test_mpiexec_may_run_a_moment_longer_than_its_ranks(
     dead: int,
+    told: int,
     after: float,
     code: int | None,
     expected: int | None,
     launch: Any,
     clock: Clock,
-    *,
-    succeeded: bool,
 ) -> None:
     """A tool may run on after the Python processes that it started as ranks."""
     clock.now += 1.0
     assert launch.ended() is None
     launch.deaths.dead.update(dict.fromkeys(range(dead), "a cause"))
-    launch.deaths.succeeded.return_value = succeeded
+    launch.deaths.exit_code.return_value = told
     launch.process.poll.return_value = code
     clock.now += after
     assert launch.ended() == expected

@@ -226,13 +226,13 @@ class Launch:
         """Return the exit code of mpiexec, or None while it runs.
 
         mpiexec also waits for processes that the ranks have left, if they hold its pipes. If it
-        runs ORPHAN_SECONDS after the last rank, return 0 if no rank ended with an error, else 1.
+        runs ORPHAN_SECONDS after the last rank, return the code of the ranks (`Deaths.exit_code`).
         A command that is no Python program, such as a shell, may run on after a test session.
         """
         if len(self.deaths.dead) < self.deaths.ranks or not self._is_watched:
             self._last = time.monotonic()
         code, late = self.process.poll(), time.monotonic() > self._last + ORPHAN_SECONDS
-        return int(not self.deaths.succeeded()) if code is None and late else code
+        return self.deaths.exit_code() if code is None and late else code
 
     def _reason(self) -> str:
         now, code = time.monotonic(), self.ended()

@@ -158,12 +158,18 @@ class Deaths:
             for rank, cause in self.dead.items()
         )
 
-    def succeeded(self) -> bool:
-        """Return whether every dead rank ended without an error; see `failed` for unknown codes."""
-        return all(
+    def exit_code(self) -> int:
+        """Return 0 if every dead rank ended without an error; see `failed` for unknown codes.
+
+        Else return the first exit code other than 0, or 1 if none is known.
+        """
+        succeeded = all(
             cause == "exit code 0" or (NOT_KNOWN in cause and self._text(rank, "place") == ENDED)
             for rank, cause in self.dead.items()
         )
+        causes = (self.dead.get(rank, "") for rank in self._ended)
+        codes = [int(cause[10:]) for cause in causes if re.match(r"exit code [1-9]", cause)]
+        return 0 if succeeded else (codes or [1])[0]
 
     def story(self, rank: int) -> str:
         """Return text about one rank: its state, its latest `watch.note` and its stacks."""
