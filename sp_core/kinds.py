@@ -115,14 +115,10 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **dict.fromkeys(("temperature", "p", "dropout", "base", "tolerance"), (_is_real, "a number")),
     "top_p": (lambda x: x is None or _is_real(x), "a number, or None"),
-    # other real numbers, such as NumPy's, cannot be written as JSON
-    "rms_norm_eps": (
-        lambda x: isinstance(x, int | float) and _is_real(x) and 0 <= x < math.inf,
-        "a finite number of at least 0, an int or a float",
-    ),
-    "rope_theta": (
-        lambda x: isinstance(x, int | float) and _is_real(x) and 0 < x < math.inf,
-        "a finite number above 0, an int or a float",
+    **dict.fromkeys(
+        ("rms_norm_eps", "rope_theta"),
+        # other real numbers, such as NumPy's, cannot be written as JSON
+        (lambda x: isinstance(x, int | float) and _is_real(x), "an int or a float"),
     ),
     "cost": (lambda x: _is_real(x) and 0 <= x < math.inf, "a finite number >= 0"),
     "unit": (lambda x: _is_real(x) and 0 < x < math.inf, "a finite number above 0"),
@@ -210,7 +206,10 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Name of an argument -> (test that a value of its type passes, text for what to pass)."""
 _RANGES: dict[str, tuple[Callable[[Any], bool], str, type[ValueError]]] = {
-    "temperature": (lambda x: 0 <= x < math.inf, "a number of at least 0", ValueError),
+    **dict.fromkeys(
+        ("temperature", "rms_norm_eps"),
+        (lambda x: 0 <= x < math.inf, "a number of at least 0", ValueError),
+    ),
     "top_k": (lambda x: x is None or x >= 1, "at least 1, or None for all tokens", ValueError),
     "top_p": (
         lambda x: x is None or 0 < x <= 1,
@@ -225,10 +224,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, type[ValueError]]] = {
         "at least 1, because a query counts itself, or None for no window",
         ValueError,
     ),
-    "base": (
-        lambda x: 0 < x < math.inf,
-        "a positive number; 10000 is the usual one",
-        ValueError,
+    **dict.fromkeys(
+        ("base", "rope_theta"),
+        (lambda x: 0 < x < math.inf, "a positive number; 10000 is the usual one", ValueError),
     ),
     "tolerance": (lambda x: x > 0, "a number above 0", ShapeError),
     "micro_batches": (lambda x: x is None or x >= 1, "at least 1", ShapeError),
