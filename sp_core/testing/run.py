@@ -228,13 +228,12 @@ def _end(world: World, ranks: Sequence[threading.Thread]) -> list[int]:
 
     Return those of them that were not waiting for another rank.
     """
-    world.stopped = True
+    world.stopped = True  # a rank that begins from now on does nothing
     begun = {number: rank for number, rank in enumerate(ranks) if rank.ident}
     blame = sorted(begun.keys() - world.away - world.waiting.keys())
     world.stop()
-    for _ in range(
-        2
-    ):  # Python drops an exception that it raises in the callback of a weak reference
+    for _ in range(2):
+        # twice, because Python drops an exception raised in the callback of a weak reference
         for rank in [begun[number] for number in blame if begun[number].is_alive()]:
             # an endless loop in Python code ends at its next instruction
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
