@@ -22,7 +22,9 @@ from domains.subjects import BY_NAME
 
 OPTIONS: Options = {
     "--seed": about(type=int, help="of the rows (default: any)"),
-    "--only": about(nargs="+", default=[*BY_NAME], choices=[*BY_NAME], metavar="CALL"),
+    "--only": about(
+        nargs="+", default=[*BY_NAME], choices=[*BY_NAME], metavar="CALL", help="public calls"
+    ),
     "--jobs": about(type=int, default=os.cpu_count() or 1, help="how many (default: one a core)"),
     "--out": about(type=Path, default=Path("reports"), help="folder of the report"),
 }
