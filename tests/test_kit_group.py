@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from mpi4py import MPI
+from resources.held import outside
 
 from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
 from sp_core.testing import CheckedComm, CheckedGroup, given, spmd
@@ -252,6 +253,16 @@ def test_ranks_of_a_part_of_the_world_are_named_as_in_the_world(comm: Any) -> No
     assert total.tolist() == threes * 2
     assert both.tolist() == ones * 2 + twos * 2
     assert share.tolist() == threes
+
+
+@spmd(2)
+def test_the_end_of_the_block_closes_the_connections(comm: Any) -> None:
+    with world(comm):
+        before = outside()["file descriptors"]
+        with CheckedGroup() as group:
+            group.barrier()
+            during = outside()["file descriptors"]
+        assert before == outside()["file descriptors"] < during
 
 
 def test_without_a_world_there_is_no_group() -> None:
