@@ -34,24 +34,19 @@ def test_what_is_counted_is_what_the_table_says(comm: Any) -> None:
     assert counters.differences(found, {name: table[name] for name in found}) == []
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.mpi_skip
+@spmd(2, 4)
 def test_bytes_are_those_of_messages_where_ranks_share_no_memory(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
+    comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mesh over several nodes has no window, and sends messages instead."""
     monkeypatch.setattr("sp_core.communicator.make_window", lambda *_: (None, "several nodes"))
-    cases = bench_schemes.cases(ranks, shape=counters.ATTENTION)
-    chosen = [one for one in cases if (one.transport, one.direction) == ("window", "both")]
-
-    def wrong(comm: Any) -> list[str | None]:
-        found, cpu = list[str | None](), torch.device("cpu")
-        for one in chosen:
+    cases, cpu = bench_schemes.cases(comm.size, shape=counters.ATTENTION), torch.device("cpu")
+    for one in cases:
+        if (one.transport, one.direction) == ("window", "both"):
             with meshes(one, comm, cpu) as mesh:
                 work = bench_schemes.build(one, mesh, lambda: None)
-                found.append(problem(measure(work, comm, cpu, Counts(1, 1, 1), memory=False)))
-        return found
-
-    assert run_threads(ranks, wrong) == [[None] * len(chosen)] * ranks
+                assert problem(measure(work, comm, cpu, Counts(1, 1, 1), memory=False)) is None
 
 
 def late(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ PLAIN = AttentionProblem(
 )
 IN_RANK_ORDER = {"reduce_scatter": "pairwise"}
 SECONDS = 2e-3
+ARRIVED, ALLOCATE = SharedSums.arrived, HostMemory.allocate
 
 
 @pytest.fixture
@@ -129,7 +130,9 @@ def test_ranks_that_fall_behind_change_no_bit(
         assert all(torch.equal(mine[what], other[what]) for what in other)
 
 
-def test_sums_are_read_before_another_rank_writes_its_next() -> None:
+@pytest.mark.mpi_skip
+@spmd(2)
+def test_sums_are_read_before_another_rank_writes_its_next(comm: Any) -> None:
     """Rank 0 reads its sums late. The other rank may not write the sums of the next backward yet.
 
     The next sequence is shorter, so its sums lie at other places in the same memory.
@@ -141,18 +144,15 @@ def test_sums_are_read_before_another_rank_writes_its_next() -> None:
         wait(*args)
         time.sleep(0.05)
 
-    def body(comm: Any) -> list[list[Results]]:
-        with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
-            leave_alone(mesh["sp"])
-            if comm.rank == 0:
-                mesh["sp"].wait = functools.partial(late, mesh["sp"].wait)  # type: ignore[method-assign]
-            found = several(mesh, "ring", problems)
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            return [found, several(mesh, "ring", problems)]
-
-    for found, wanted in run_threads(2, body):
-        for mine, other in zip(found, wanted, strict=True):
-            assert all(torch.equal(mine[what], x) for what, x in other.items())
+    with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+        leave_alone(mesh["sp"])
+        if comm.rank == 0:
+            mesh["sp"].wait = functools.partial(late, mesh["sp"].wait)  # type: ignore[method-assign]
+        found = several(mesh, "ring", problems)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        wanted = several(mesh, "ring", problems)
+    for mine, other in zip(found, wanted, strict=True):
+        assert all(torch.equal(mine[what], x) for what, x in other.items())
 
 
 @pytest.mark.parametrize("storage", ["transposed", "padded", "tokens last"])
@@ -169,9 +169,10 @@ def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str
     assert all(torch.equal(x, results[1][what]) for what, x in results[0].items())
 
 
-def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.mpi_skip
+@spmd(2)
+def test_a_backward_leaves_nothing_under_way(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds even for a rank whose last two window operations end at the same time."""
-    arrived = SharedSums.arrived
 
     def last(sums: SharedSums) -> Any:
         comm = sums._problem.comm
@@ -179,17 +180,14 @@ def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) ->
         assert window is not None
         while comm.rank == 0 and min(flag[0] for flag in window._others) <= window.begun:
             window.advance()
-        return arrived(sums)
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
-            leave_alone(mesh["sp"])
-            shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
-            shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"]))
-            assert not mesh["sp"]._pending
+        return ARRIVED(sums)
 
     monkeypatch.setattr(SharedSums, "arrived", last)
-    run_threads(2, body)
+    with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+        leave_alone(mesh["sp"])
+        shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
+        shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"]))
+        assert not mesh["sp"]._pending
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -365,29 +363,26 @@ def test_memory_that_a_container_does_not_have_is_not_taken(
         shared.HOST.allocate(1001)
 
 
-def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate, most = HostMemory.allocate, 1 << 16
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-            shards = Shards(
-                replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device
-            )
-            for scheme in (sp.ring_attention, sp.allgather_kv_attention):
-                with pytest.raises(
-                    sp.RankError,
-                    match=r"bytes of shared memory were asked for.*No space left.*transport='host'",
-                ):
-                    shards.run(functools.partial(scheme, comm=mesh["sp"]))
-            assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
-
+@pytest.mark.mpi_skip
+@spmd(3)
+def test_no_memory_for_a_room_is_an_error_on_all_ranks(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def small(memory: HostMemory, nbytes: int) -> tuple[torch.Tensor, Offer]:
-        if nbytes > most:
+        if nbytes > 1 << 16:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return allocate(memory, nbytes)
+        return ALLOCATE(memory, nbytes)
 
     monkeypatch.setattr(HostMemory, "allocate", small)
-    run_threads(3, body)
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        shards = Shards(replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device)
+        for scheme in (sp.ring_attention, sp.allgather_kv_attention):
+            with pytest.raises(
+                sp.RankError,
+                match=r"bytes of shared memory were asked for.*No space left.*transport='host'",
+            ):
+                shards.run(functools.partial(scheme, comm=mesh["sp"]))
+        assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
 
 
 def test_the_reason_why_the_system_makes_no_memory_is_told() -> None:

@@ -27,17 +27,14 @@ from sp_core.testing import run_threads, spmd
 from sp_core.transport import Done, Transfer, Window
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.mpi_skip
 @pytest.mark.parametrize("name", sorted(BEGUN))
+@spmd(2, 3)
 def test_a_wait_for_a_rank_that_has_left_ends(
-    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+    comm: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observer, "GRACE_SECONDS", 0.01)
-
-    def body(comm: Any) -> None:
-        assert [*outcomes(comm, name)] == wanted(comm)
-
-    run_threads(size, body)
+    assert [*outcomes(comm, name)] == wanted(comm)
 
 
 def test_a_wait_gets_what_a_rank_sent_before_it_left() -> None:

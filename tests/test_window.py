@@ -358,30 +358,28 @@ WITHOUT: dict[str, Any] = {
 }
 
 
+@pytest.mark.mpi_skip
 @pytest.mark.parametrize("reason", sorted(WITHOUT))
+@spmd(3)
 def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(
-    reason: str, monkeypatch: pytest.MonkeyPatch
+    comm: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If one rank cannot share memory, all ranks use messages.
 
     To ask for the window is then an error on all ranks, before anything is sent.
     """
     monkeypatch.setattr(shared, *WITHOUT[reason])
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-            group = mesh["sp"]
-            assert group.window is None
-            assert re.search(reason, group.no_window)
-            assert sp.all_reduce(torch.ones(3), comm=group).tolist() == [comm.size] * 3
-            with pytest.raises(ValueError, match=reason):
-                sp.all_reduce(torch.ones(3), comm=group, algorithm="window")
-            x = sp.shared_empty((2,), comm=group)
-            sp.fence(comm=group)
-            with pytest.raises(sp.RankError, match=reason):
-                sp.peer(x, 0, comm=group)
-
-    run_threads(3, body)
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        group = mesh["sp"]
+        assert group.window is None
+        assert re.search(reason, group.no_window)
+        assert sp.all_reduce(torch.ones(3), comm=group).tolist() == [comm.size] * 3
+        with pytest.raises(ValueError, match=reason):
+            sp.all_reduce(torch.ones(3), comm=group, algorithm="window")
+        x = sp.shared_empty((2,), comm=group)
+        sp.fence(comm=group)
+        with pytest.raises(sp.RankError, match=reason):
+            sp.peer(x, 0, comm=group)
 
 
 @pytest.mark.parametrize("shape", [(10**14,), (10**30,), (2**70, 0), (2**62, 4), (0, 2**62, 2**62)])
