@@ -210,6 +210,10 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         f"{FIRST} is broken",
         lambda f: (f / FIRST).write_bytes(trap(f)),
     ),
+    "a folder in place of a shard": (
+        f"{FIRST} cannot be read: .*Is a directory",
+        lambda f: [(f / FIRST).unlink(), (f / FIRST).mkdir()],
+    ),
     "another architecture": ("config.json: model_type 'mistral'", configured(model_type="mistral")),
     "more layers than there are weights": (
         "num_hidden_layers=1000000000; the weights in .* of 1",
