@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.meshed import meshed
 from oracle.attention_check import Results, Shards, check_attention, compare
 from oracle.strategies import AttentionProblem
 from torch.autograd.graph import saved_tensors_hooks
@@ -56,15 +57,15 @@ def dawdling(substitute: Any) -> None:
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
 @spmd(2)
-def test_attention_learns_after_an_evaluation_in_inference_mode(comm: Any, name: str) -> None:
+@meshed(transport="window")
+def test_attention_learns_after_an_evaluation_in_inference_mode(mesh: sp.Mesh, name: str) -> None:
     """The shared memory of an evaluation serves later calls, too."""
-    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
-        scheme = functools.partial(SCHEMES[name], comm=mesh["sp"])
-        with torch.inference_mode():
-            shards.run(scheme)
-            shards.run(scheme)
-        compare(name, shards, shards.results(scheme), mesh["sp"])
+    shards = Shards(PLAIN, mesh.rank, mesh.size, mesh.device)
+    scheme = functools.partial(SCHEMES[name], comm=mesh["sp"])
+    with torch.inference_mode():
+        shards.run(scheme)
+        shards.run(scheme)
+    compare(name, shards, shards.results(scheme), mesh["sp"])
 
 
 class NoMessages:
@@ -278,29 +279,29 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
 
 
 @spmd(3)
-def test_keys_in_shared_memory_count_as_those_elsewhere(comm: Any) -> None:
+@meshed(transport="window")
+def test_keys_in_shared_memory_count_as_those_elsewhere(mesh: sp.Mesh) -> None:
     x, counts = torch.ones(1, 4, 1, 2), list[int]()
     given: Any = {"sharding": sp.Sharding.contiguous(12, 3), "mask": sp.Mask(True, window=3)}
-    with sp.Mesh(comm, transport="window", sp=3) as mesh:
-        home = [sp.shared_empty(x.shape, comm=mesh["sp"]).copy_(x) for _ in "kv"]
-        for k, v in ((x, x), home):
-            mesh["sp"].counters.reset()
-            sp.ring_attention(x, k, v, comm=mesh["sp"], **given)
-            counts.append(mesh["sp"].counters["ring"].bytes_sent)
-    assert counts == [2 * 2 * 2 * x.itemsize * (comm.rank > 0)] * 2  # two tokens of k and of v
+    home = [sp.shared_empty(x.shape, comm=mesh["sp"]).copy_(x) for _ in "kv"]
+    for k, v in ((x, x), home):
+        mesh["sp"].counters.reset()
+        sp.ring_attention(x, k, v, comm=mesh["sp"], **given)
+        counts.append(mesh["sp"].counters["ring"].bytes_sent)
+    assert counts == [2 * 2 * 2 * x.itemsize * (mesh.rank > 0)] * 2  # two tokens of k and of v
 
 
 @spmd(3)
-def test_hooks_may_copy_the_saved_keys_and_values(comm: Any) -> None:
+@meshed(transport="window")
+def test_hooks_may_copy_the_saved_keys_and_values(mesh: sp.Mesh) -> None:
     copies = saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
     sharding, found = sp.Sharding.contiguous(6, 3), list[torch.Tensor]()
-    with sp.Mesh(comm, transport="window", sp=3) as mesh:
-        q = torch.ones(1, 2, 1, 2, requires_grad=True)
-        k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).fill_(comm.rank) for _ in "kv")
-        for where in (range(0), range(1), range(3)):
-            with copies if comm.rank in where else nullcontext():
-                out: Any = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding)
-            found.extend(torch.autograd.grad(out.sum(), q))
+    q = torch.ones(1, 2, 1, 2, requires_grad=True)
+    k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).fill_(mesh.rank) for _ in "kv")
+    for where in (range(0), range(1), range(3)):
+        with copies if mesh.rank in where else nullcontext():
+            out: Any = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding)
+        found.extend(torch.autograd.grad(out.sum(), q))
     assert found[0].abs().min() > 0
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
