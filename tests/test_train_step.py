@@ -15,6 +15,7 @@ from unittest.mock import Mock, call
 import numpy as np
 import pytest
 import torch
+from kit.meshed import meshed
 from llama_cases import SCALINGS, Case, mesh_of
 from test_llama_checkpoint import shared
 from test_resume import Training
@@ -79,40 +80,40 @@ def test_a_layer_draws_its_random_numbers_again_in_the_backward(
 
 
 @spmd(1, 2)
-def test_a_weight_that_is_frozen_after_a_step_stays_as_it_is(comm: Any) -> None:
-    with sp.Mesh(comm, tp=comm.size) as mesh:
-        model = CASE.model(mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        train_step(model, optimizer, [[1, 2]], max_norm=1.0)
-        first, *_, last = model.parameters()
-        kept, trained = first.requires_grad_(False).clone(), last.detach().clone()
-        train_step(model, optimizer, [[1, 2]], max_norm=1.0)
-        assert torch.equal(first, kept)
-        assert not torch.equal(last, trained)
+@meshed("tp")
+def test_a_weight_that_is_frozen_after_a_step_stays_as_it_is(mesh: sp.Mesh) -> None:
+    model = CASE.model(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train_step(model, optimizer, [[1, 2]], max_norm=1.0)
+    first, *_, last = model.parameters()
+    kept, trained = first.requires_grad_(False).clone(), last.detach().clone()
+    train_step(model, optimizer, [[1, 2]], max_norm=1.0)
+    assert torch.equal(first, kept)
+    assert not torch.equal(last, trained)
 
 
 @spmd(2, 3)
-def test_tensor_ranks_with_unequal_numbers_of_tokens_take_as_many_chunks(comm: Any) -> None:
+@meshed("tp")
+def test_tensor_ranks_with_unequal_numbers_of_tokens_take_as_many_chunks(mesh: sp.Mesh) -> None:
     """With chunks, backward repeats the all-reduce of the feed-forward over all tokens."""
     losses, sent = list[float](), list[int]()
-    with sp.Mesh(comm, tp=comm.size) as mesh:
-        for tp_sp, chunk in product((True, False), (None, 1)):
-            mesh["tp"].counters.reset()
-            losses.append(backward(CASE.model(mesh, tp_sp=tp_sp), [[1, 2, 3, 4, 5]], chunk=chunk))
-            sent.append(mesh["tp"].counters["all_reduce"].bytes_sent)
+    for tp_sp, chunk in product((True, False), (None, 1)):
+        mesh["tp"].counters.reset()
+        losses.append(backward(CASE.model(mesh, tp_sp=tp_sp), [[1, 2, 3, 4, 5]], chunk=chunk))
+        sent.append(mesh["tp"].counters["all_reduce"].bytes_sent)
     torch.testing.assert_close(losses, losses[:1] * 4)
     assert sent[3] - sent[2] == 5 * CASE.hidden * 8
 
 
 @spmd(1, 2)
-def test_training_takes_longer_sequences_than_generation(comm: Any) -> None:
-    with sp.Mesh(comm, ring=comm.size) as mesh:
-        model, sequence = CASE.model(mesh), [*range(1, 9)]
-        loss = backward(model, [sequence])
-        model.config = replace(model.config, max_position_embeddings=4)
-        assert backward(model, [sequence]) == loss
-        with pytest.raises(ValueError, match="exceeds the model's 4 positions"):
-            generate(model, [sequence], max_tokens=1)
+@meshed("ring")
+def test_training_takes_longer_sequences_than_generation(mesh: sp.Mesh) -> None:
+    model, sequence = CASE.model(mesh), [*range(1, 9)]
+    loss = backward(model, [sequence])
+    model.config = replace(model.config, max_position_embeddings=4)
+    assert backward(model, [sequence]) == loss
+    with pytest.raises(ValueError, match="exceeds the model's 4 positions"):
+        generate(model, [sequence], max_tokens=1)
 
 
 TORCHS = {
