@@ -179,9 +179,10 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
     return change
 
 
-def unfiled(folder: Path) -> None:
-    (folder / INDEX).unlink()
-    (folder / "model.safetensors").mkdir()
+def unfiled(folder: Path, gone: str = INDEX, made: str = "model.safetensors") -> None:
+    """Remove a file, and make a folder in place of a file of weights."""
+    (folder / gone).unlink()
+    (folder / made).mkdir()
 
 
 NORM = "model.norm.weight"
@@ -212,7 +213,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     ),
     "a folder in place of a shard": (
         f"{FIRST} cannot be read: .*Is a directory",
-        lambda f: [(f / FIRST).unlink(), (f / FIRST).mkdir()],
+        lambda f: unfiled(f, FIRST, FIRST),
     ),
     "another architecture": ("config.json: model_type 'mistral'", configured(model_type="mistral")),
     "more layers than there are weights": (

@@ -342,7 +342,7 @@ ON_ONE_RANK: Table = {
                 ValueError,
                 f"norm of the gradients is {wrong}",
                 sending(
-                    lambda mesh, here, wrong=wrong: clipped(  # type: ignore[misc]
+                    lambda mesh, here, wrong=wrong: clipped(
                         mesh, grad=wrong if mesh["ring"].rank else 1.0
                     )
                 ),
