@@ -180,7 +180,6 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
 
 
 def unfiled(folder: Path, gone: str = INDEX, made: str = "model.safetensors") -> None:
-    """Remove a file, and make a folder in place of a file of weights."""
     (folder / gone).unlink()
     (folder / made).mkdir()
 

@@ -176,8 +176,7 @@ class PinsAsCuda(TorchDispatchMode):
 @meshed("ring", device=device)
 def test_offload_works_with_any_default_device(mesh: sp.Mesh) -> None:
     """Without a device of its own, torch's `save_on_cpu` makes its copies on the default device."""
-    case, losses = Case((2, 1), layers=2, hidden=16), list[float]()
-    model = case.model(mesh)
+    model, losses = Case((2, 1), layers=2, hidden=16).model(mesh), list[float]()
     for default in ("cpu", mesh.device):
         with torch.device(default), PinsAsCuda():  # type: ignore[no-untyped-call]
             losses.append(backward(model, [[1, 2, 3] * 3], offload=True))

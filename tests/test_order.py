@@ -388,8 +388,7 @@ def test_no_thread_enters_or_waits_where_another_one_of_the_rank_polls(place: An
 @meshed()
 def test_a_wait_in_one_thread_and_a_poll_in_another_take_turns(mesh: sp.Mesh) -> None:
     held = Held()
-    tracked = mesh["sp"].track(held)
-    threads = [Thread(target=call) for call in (mesh["sp"].poll, tracked.test)]
+    threads = [Thread(target=call) for call in (mesh["sp"].poll, mesh["sp"].track(held).test)]
     for thread in threads:
         thread.start()
         assert held.entered.wait(30)

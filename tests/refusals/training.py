@@ -24,10 +24,12 @@ from sp_core.scheduling import Work, balanced
 ROWS = (range(2),), (range(2, 4),)
 OTHER_ROWS = (range(1), range(3, 4)), (range(1, 3),)
 """For each of two tensor ranks the rows of a weight that it holds."""
+Use = Callable[[Llama], object]
+"""A use of a model, or a change of it."""
 
 
 @later
-def learned(call: Callable[[Llama], object], mesh: sp.Mesh, here: bool) -> object:
+def learned(call: Use, mesh: sp.Mesh, here: bool) -> object:
     """Call a model with a gradient from before, which the call does not change."""
     model = CASE.model(mesh)
     model.norm.weight.grad = before = torch.ones(10, dtype=torch.float64)
@@ -86,7 +88,7 @@ def stepped(model: Llama, make: Callable[[Any], Any] = torch.optim.SGD) -> Step:
 
 TEXTS = [[1, 2], [3, 4]]
 FOLDER = tempfile.gettempdir() + "/sp_core_never_written"
-CALLS: dict[str, tuple[Callable[[Llama], object], str]] = {
+CALLS: dict[str, tuple[Use, str]] = {
     "a forward": (called, "ring tp"),
     "a backward": (lambda model: backward(model, TEXTS), "dp ring tp"),
     "a training step": (stepped, "dp ring tp"),
@@ -101,14 +103,7 @@ CALLS: dict[str, tuple[Callable[[Llama], object], str]] = {
 
 
 @later
-def converted(
-    call: Callable[[Llama], object],
-    change: Callable[[Llama], object],
-    mesh: sp.Mesh,
-    here: bool,
-    *,
-    case: Case = CASE,
-) -> object:
+def converted(call: Use, change: Use, mesh: sp.Mesh, here: bool, *, case: Case = CASE) -> object:
     """Call a model that the last rank has changed before."""
     model = case.model(mesh)
     if here:
@@ -150,7 +145,7 @@ def conversions(axis: str) -> dict[str, Row]:
 
 
 @later
-def freeze(call: Callable[[Llama], object], mesh: sp.Mesh, here: bool) -> object:
+def freeze(call: Use, mesh: sp.Mesh, here: bool) -> object:
     """Call a model of which each rank has frozen another layer."""
     model = CASE.model(mesh)
     model.layers[here].requires_grad_(requires_grad=False)
@@ -177,13 +172,7 @@ def hooked(name: str, model: Llama) -> None:
 
 
 @later
-def stepping(
-    make: Callable[[Any], Any],
-    mesh: sp.Mesh,
-    here: bool,
-    *,
-    usual: Callable[[Any], Any] = torch.optim.SGD,
-) -> object:
+def stepping(make: Any, mesh: sp.Mesh, here: bool, *, usual: Any = torch.optim.SGD) -> object:
     """Run a training step with another optimizer on the last rank. It trains nothing."""
     model = CASE.model(mesh)
     before = [x.detach().clone() for x in model.parameters()]
@@ -193,8 +182,7 @@ def stepping(
         assert all(map(torch.equal, model.parameters(), before))
 
 
-def grouped(rate: float, weights: Any) -> torch.optim.Optimizer:
-    """Return an optimizer of two groups, the second of which has another rate."""
+def with_later_rate(rate: float, weights: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": rate}], lr=0.1)
 
 
@@ -283,7 +271,7 @@ ON_ONE_RANK: Table = {
         "another rate of a later group": (
             sp.CollectiveMismatch,
             "'lr': 1.5",
-            stepping(partial(grouped, 1.5), usual=partial(grouped, 0.5)),
+            stepping(partial(with_later_rate, 1.5), usual=partial(with_later_rate, 0.5)),
         ),
         "an optimizer that needs a closure": (
             TypeError,
