@@ -187,6 +187,18 @@ def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(comm: Any) -> 
         assert weight.grad.tolist() == [3.0, 4.0]
 
 
+@spmd(1)
+def test_a_norm_is_compared_with_a_limit_of_a_short_dtype(comm: Any) -> None:
+    """In float16 the norm 1.0003 would be 1."""
+    with sp.Mesh(comm, device=device(), tp=1) as mesh:
+        weight = nn.Parameter(torch.ones(1, device=device()))
+        place(weight, Placement.replicated((1,), 1)).grad = torch.full_like(weight, 1.0003)
+        limit: Any = np.float16(1)
+        clip_gradient_norm([weight], limit, tensor=mesh["tp"])
+        assert weight.grad is not None
+        assert weight.grad.item() == pytest.approx(1, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])
 @spmd(1, 2, 4)
 def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind: str) -> None:
