@@ -336,6 +336,10 @@ def test_an_element_stays_whose_number_is_the_chance() -> None:
     assert sp.dropout(torch.ones(1, 1, 1), number, seed=5, positions=[3]).all()
 
 
+def test_the_first_element_has_a_chance_with_seed_0() -> None:
+    assert sp.dropout(torch.ones(1, 1, 1), 1e-12, seed=0, positions=[0]).all()
+
+
 @spmd(2)
 def test_a_block_reads_no_seed_in_evaluation(comm: Any) -> None:
     with sp.Mesh(comm, device=device(), sp=2) as mesh:
