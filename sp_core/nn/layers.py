@@ -357,8 +357,9 @@ class TransformerBlock(nn.Module):
         Args:
             x, sharding: (B, S/P, E), and which rank holds which tokens; as in `SelfAttention`.
             mask: which query sees which key; None takes the mask of the constructor.
-            seed: needed and read only in training mode with dropout; equal on all ranks, and
-                0 <= seed < 2^61. Pass a different one to each block and in each training step.
+            seed: needed and read only in training mode with dropout; equal on the ranks of `comm`,
+                and 0 <= seed < 2^61. Pass a different one to each block, training step, micro-batch
+                and replica.
 
         Communication:
             Four agreements (32-byte all-reduces), for two norms, attention and feed-forward; with
@@ -375,8 +376,8 @@ class TransformerBlock(nn.Module):
             arguments.check(seed=0 if seed is None else seed)
             if seed is None or not 0 <= seed < 2**61:
                 raise ValueError(
-                    f"{seed=} was given; pass a number in [0, 2^61), equal on all ranks, because "
-                    "the block has dropout and is in training mode."
+                    f"{seed=} was given; pass a number in [0, 2^61), equal on the ranks of `comm`, "
+                    "because the block has dropout and is in training mode."
                 )
             return f"a block with dropout={self.dropout}, seed={seed}"
 

@@ -23,6 +23,7 @@ from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.attention import accumulation_dtype
 from sp_core.collectives.api import all_reduce, shift
+from sp_core.collectives.build import in_rank_order
 from sp_core.collectives.differentiable import reduce_from_group
 from sp_core.communicator import Communicator
 from sp_core.compiling import EagerFunction
@@ -161,9 +162,9 @@ def next_token_loss(
     Communication:
         One agreement (32-byte all-reduce) over `tensor` and one over `data`; the forward makes no
         other, also with `check="agree"`. Over `tensor` two all-reduces for each chunk, one of a
-        number and one of two numbers per token. Over `data` an all-reduce of the loss, and one of
-        the count if `count` is None. If there are several chunks, the backward repeats the
-        all-reduces over `tensor`.
+        number and one of two numbers per token. Over `data` an all-reduce of the loss, added in
+        rank order, and one of the count if `count` is None. If there are several chunks, the
+        backward repeats the all-reduces over `tensor`.
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
@@ -202,7 +203,8 @@ def next_token_loss(
         parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
         losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,))
         losses = losses.view_as(labels)
-        return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
+        mine = torch.where(valid, losses, 0.0).sum() / count
+        return reduce_from_group(mine, comm=data, algorithm=in_rank_order(data))
 
 
 def counted(valid: Tensor, data: Communicator) -> int:
