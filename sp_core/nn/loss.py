@@ -162,9 +162,10 @@ def next_token_loss(
     Communication:
         One agreement (32-byte all-reduce) over `tensor` and one over `data`; the forward makes no
         other, also with `check="agree"`. Over `tensor` two all-reduces for each chunk, one of a
-        number and one of two numbers per token. Over `data` an all-reduce of the loss, added in
-        rank order, and one of the count if `count` is None. If there are several chunks, the
-        backward repeats the all-reduces over `tensor`.
+        number and one of two numbers per token. Over `data` an all-reduce of the loss, and one of
+        the count if `count` is None. The loss is added in rank order if `tensor` has several ranks:
+        each sums it over its own `data`. If there are several chunks, the backward repeats the
+        all-reduces over `tensor`.
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
@@ -204,7 +205,8 @@ def next_token_loss(
         losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,))
         losses = losses.view_as(labels)
         mine = torch.where(valid, losses, 0.0).sum() / count
-        return reduce_from_group(mine, comm=data, algorithm=in_rank_order(data))
+        algorithm = in_rank_order(data) if tensor.size > 1 else "auto"
+        return reduce_from_group(mine, comm=data, algorithm=algorithm)
 
 
 def counted(valid: Tensor, data: Communicator) -> int:

@@ -102,10 +102,10 @@ class Scene:
         """Return the bytes of the other ranks' parts of `elements` elements."""
         return 4 * elements * (self.size - 1) // self.size
 
-    def in_rank_order(self, dtype: torch.dtype) -> int:
-        """Return the bytes of an all-reduce of one number that adds in rank order."""
-        one = operation("all_reduce", self.rank, self.size, (1,), itemsize=dtype.itemsize)
-        return cost(program_of(one, in_rank_order(self.comm)), dtype).bytes_sent
+    def in_rank_order(self) -> int:
+        """Return the bytes of an all-reduce of one float64 that adds in rank order."""
+        one = operation("all_reduce", self.rank, self.size, (1,), itemsize=8)
+        return cost(program_of(one, in_rank_order(self.comm)), torch.float64).bytes_sent
 
     def parallel(self, kind: Any, inputs: int, outputs: int, sharding: sp.Sharding) -> Any:
         """Return a parallel linear layer."""
@@ -248,7 +248,7 @@ def _(scene: Scene) -> None:
         mean = loss.next_token_loss(logits, labels, tensor=scene.comm, data=alone, **head)
     with scene.sends(more=4, all_reduce=(4, 4 * (2 * 6 + 2 * 6))):
         mean.backward()
-    with scene.sends(agreements=1, all_reduce=(2, 8 + scene.in_rank_order(torch.float32))):
+    with scene.sends(agreements=1, all_reduce=(2, 8 + 4)):
         mean = loss.next_token_loss(logits, labels, tensor=alone, data=scene.comm)
     with scene.sends():
         mean.backward()
@@ -271,7 +271,7 @@ def _(scene: Scene) -> None:
         with scene.sends(agreements=1, all_reduce=sums):
             gradients.reduce_gradients(weights, data=data, tensor=tensor)
         stages = None if tensor is scene.comm else scene.comm
-        with scene.sends(agreements=1, all_reduce=(1, scene.in_rank_order(torch.float64))):
+        with scene.sends(agreements=1, all_reduce=(1, scene.in_rank_order())):
             gradients.clip_gradient_norm(weights, 1.0, tensor=tensor, stages=stages)
 
 
