@@ -273,7 +273,7 @@ def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
 def test_ranks_connect_after_a_restart_though_one_failed_before_its_mesh(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torchrun's agent keeps its store when it starts its ranks again."""
+    """The agent of torchrun keeps its store when it starts its ranks again."""
     this, store = threading.local(), HashStore()
     monkeypatch.setattr(torch_distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch_distributed, "get_rank", lambda: this.rank)
