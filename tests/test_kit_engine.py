@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, assume, example, settings, strategies as st
 from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 from kit.failing import SEARCH, assert_told, failure_of, leads
 from oracle.ways import offered
+from studies.commands import ROOT, outside, printed
 
 from sp_core.launch import watch
 from sp_core.testing import (
@@ -278,3 +279,21 @@ def test_a_profile_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SP_PROFILE", "quik")
     with pytest.raises(ValueError, match=r"SP_PROFILE='quik' is not one of .*quick"):
         profiles.load(None)
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize(
+    ("profile", "examples", "said"),
+    [
+        ("brief", "abc", ""),
+        ("explore", "abc", "SP_EXAMPLES='abc' was given. Set it to a whole number above 0."),
+        ("explore", "0", "SP_EXAMPLES='0' was given. Set it to a whole number above 0."),
+    ],
+)
+def test_a_wrong_number_of_examples_is_an_error_of_its_profile(
+    profile: str, examples: str, said: str
+) -> None:
+    program = "from sp_core.testing import profiles; profiles.load(None)"
+    variables = outside(SP_PROFILE=profile, SP_EXAMPLES=examples)
+    code, text = printed([sys.executable, "-c", program], ROOT, variables, 100)
+    assert (code, said in text) == (int(bool(said)), True), text
