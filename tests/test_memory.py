@@ -11,6 +11,7 @@ import pytest
 import torch
 from domains.declared import normal
 from llama_cases import Case
+from refusals.kinds import kept as of_inference_mode
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -270,7 +271,8 @@ def test_a_feed_forward_holds_the_features_of_one_chunk(
 
 
 def loss_of_hidden_states(mesh: sp.Mesh, chunk: int) -> tuple[Sequence[Tensor], Any]:
-    head, labels = torch.empty(5, 4, requires_grad=True), torch.arange(6)[None] % 5
+    head = torch.empty(5, 4, requires_grad=True)
+    labels = of_inference_mode(torch.arange(6)[None] % 5)  # a loader may have made them so
     given: Any = {"tensor": mesh["sp"], "data": mesh[()], "head": head, "chunk": chunk}
     return [head], lambda x: next_token_loss(x, labels, **given)
 
