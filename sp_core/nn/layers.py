@@ -243,7 +243,7 @@ class FeedForward(ReplicatedLayer):
         bias: whether the linear layers have a bias.
         chunk: how many tokens to compute at a time, at least 1; None for all. Of several chunks,
             backward computes each again, so the F features of only one exist at a time. If a
-            replaced sub-layer has buffers, those of all chunks are kept for backward.
+            replaced sub-layer has buffers, all tokens are computed at once.
         device, dtype: those of the weights.
 
     Raises:
@@ -284,8 +284,8 @@ class FeedForward(ReplicatedLayer):
 
         chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
         random = any(map(is_called, self.children()))  # a replaced sub-layer may have dropout
-        if random and [*self.buffers()]:  # a second call could find others
-            return torch.cat([*map(transform, chunks)]).view(x.shape)
+        if random and [*self.buffers()]:  # ranks with more chunks would change them more often
+            return transform(x)
         return tiled(transform, chunks, dim=0, reads=weights.values(), random=random).view(x.shape)
 
 

@@ -169,8 +169,9 @@ def next_token_loss(
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
-        ValueError: a label outside the vocabulary, no valid label on any rank, or
-            `count` or `chunk` below 1.
+        ValueError: a label outside the vocabulary, no valid label on any rank, `count` or `chunk`
+            below 1, or one of x and head was made in `torch.inference_mode()` and the other
+            requires a gradient.
         TypeError: `count` or `chunk` is no whole number.
         CollectiveMismatch: the labels or the number of tokens differ between ranks of `tensor`, or
             the dtypes, autocast, count, chunk or requires_grad between any ranks.
@@ -302,6 +303,7 @@ def _check_loss(
     floats = [x] if head is None else [x, head]
     for given in (labels, *floats):
         arguments.check_tensor(given, comm)
+    arguments.check_kept(*floats)
     shape = tuple(x.shape[-1:]) * 2 if head is None else tuple(head.shape)
     if x.shape[:-1] != labels.shape or len(shape) != 2 or shape[1:] != x.shape[-1:] or 0 in shape:
         raise ShapeError(
