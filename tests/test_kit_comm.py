@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from hypothesis import assume, strategies as st
-from kit.failing import assert_told, failure_of
+from kit.failing import assert_fails
 from mpi4py import MPI
 
 from sp_core.errors import RankError
@@ -329,6 +329,5 @@ def test_what_was_begun_must_be_found_complete_before_the_end(
         begin(twin)
         free(twin)
 
-    text = failure_of(spmd(2)(body))
-    assert text.startswith("RankFailure[CollectiveMismatch")
-    assert_told(text, f"{end} before these were found complete by Test or Wait", begun)
+    incomplete = f"{end} before these were found complete by Test or Wait"
+    assert_fails(spmd(2)(body), "CollectiveMismatch", incomplete, begun)

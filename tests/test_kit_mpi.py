@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.failing import as_two, assert_told, failure_of
+from kit.failing import as_two, assert_fails, assert_told, failure_of
 from kit.wrong_calls import ON_PROCESSES, STUCK
 from mpi4py import MPI
-from test_kit_calls import assert_clean
 from test_kit_messages import ask, numbers
 
 from sp_core.errors import RankError
@@ -220,8 +219,8 @@ def test_a_wrong_argument_of_one_rank_stops_the_others_too(
     def call(given: object, comm: Any) -> None:
         getattr(comm.Create_cart([2], [True]), op)(given)
 
-    text = as_two(partial(call, right), partial(call, wrong))
-    assert_told(text, said, "rank 0: stopped: PeerFailed")
+    test = as_two(partial(call, right), partial(call, wrong))
+    assert_fails(test, "", said, "rank 0: stopped: PeerFailed")
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -311,9 +310,7 @@ def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
 
     monkeypatch.setattr(carriers.MpiCarrier, "gather", late)
     _, zero, one = ON_PROCESSES["nobody sends to anyone"]
-    text = as_two(zero, one)
-    assert_clean()
-    assert_told(text, STUCK)
+    assert_fails(as_two(zero, one), "CollectiveMismatch", STUCK)
 
 
 @pytest.mark.parametrize(
