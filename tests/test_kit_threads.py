@@ -20,7 +20,7 @@ from unittest.mock import Mock, call
 import numpy as np
 import pytest
 import torch
-from kit.failing import failure_of
+from kit.failing import assert_told, failure_of
 from mpi4py import MPI
 
 from sp_core.launch import watch
@@ -204,9 +204,8 @@ def test_an_endless_loop_ends(
 
     monkeypatch.setenv("SP_WATCHDOG_S", "0.5")
     begin, before = time.monotonic(), threading.active_count()
-    text = failure_of(body)
-    assert "not ended within 0.5 s; ranks [1] of 3 were not waiting" in text
-    assert "example: nprocs=3" in text
+    stuck = "not ended within 0.5 s; ranks [1] of 3 were not waiting"
+    assert_told(failure_of(body), stuck, "example: nprocs=3")
     assert time.monotonic() - begin < 10
     assert threading.active_count() == before
     printed = capfd.readouterr().err
