@@ -4,7 +4,6 @@ Each call is known, and ranks whose calls differ get an error on all ranks.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,14 @@ from kit.wrong_calls import (
 from mpi4py import MPI
 from test_kit_flows import offered
 
-from sp_core.testing import carriers, spmd, tier
+from sp_core.testing import spmd, tier
 from sp_core.testing.checked import AGREED, LOCAL, CheckedComm
 from sp_core.testing.messages import MESSAGES, PROBES
 from sp_core.testing.signatures import COLLECTIVES
 from sp_core.testing.unchecked import UNCHECKED
 
-pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
-
-Call = Callable[[Any], object]
-
-
-@pytest.fixture(autouse=True)
-def ranks_that_speak_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make waiting ranks report soon, so that deadlocks are found sooner."""
-    monkeypatch.setattr(carriers, "AFTER_SECONDS", 0.02)
-
+# these laws hold for threads and for MPI
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("soon_stuck")]
 
 TOPOLOGIES = ("Cartcomm", "Graphcomm", "Distgraphcomm")
 

@@ -4,14 +4,13 @@ On ranks other than 0 the text of a failure has one line.
 """
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, strategies as st
-from kit.failing import SEARCH, assert_fails, assert_told, failure_of
+from kit.failing import SEARCH, assert_fails, assert_told, failure_of, finish
 from kit.faults import FAULTS, average
 
 from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
@@ -76,9 +75,7 @@ def around(comm: Any, n: int, fail: Any = lambda comm: None) -> None:
     received = np.empty(n)
     request = comm.Irecv(received, left)
     fail(comm)
-    sent = comm.Isend(np.full(n, comm.rank + 1.0), right)
-    while not (request.Test() and sent.Test()):
-        time.sleep(0)
+    finish(request, comm.Isend(np.full(n, comm.rank + 1.0), right))
     assert received[0] == left + 1.0
 
 

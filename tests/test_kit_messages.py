@@ -14,17 +14,12 @@ from kit.failing import as_two, assert_fails, failure_of
 from kit.wrong_calls import STUCK, TOO_LONG, attached
 from mpi4py import MPI
 
-from sp_core.testing import carriers, messages, requests, spmd
+from sp_core.testing import messages, requests, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.messages import MESSAGES, PROBES
 
-pytestmark = pytest.mark.mpi  # ranks that are threads do not have these calls
-
-
-@pytest.fixture(autouse=True)
-def ranks_that_speak_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make waiting ranks report soon, so that deadlocks are found sooner."""
-    monkeypatch.setattr(carriers, "AFTER_SECONDS", 0.02)
+# ranks that are threads do not have these calls
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("soon_stuck")]
 
 
 SENDS = sorted(
@@ -370,14 +365,13 @@ def test_a_test_of_a_collective_that_a_rank_has_not_begun_waits_for_nobody(
     assert not request
 
 
+@pytest.mark.usefixtures("only_checked")
 @spmd(2)
 def test_a_send_that_is_cancelled_need_not_be_received(comm: Any) -> None:
-    is_checked = isinstance(comm, LockstepComm)
-    if is_checked:
-        status, peer, into = MPI.Status(), 1 - comm.rank, np.zeros(2)
-        status.Set_cancelled(True)  # an MPI library may cancel no send
-        comm.Sendrecv(numbers(comm, 2), peer, 0, into, peer, 0)
-        request = comm.Isend(numbers(comm, 2), peer)
-        request.transfer.end(status)
-        comm._raw.Recv(into, peer)  # so the kit knows of no receive
-        request.Wait()
+    status, peer, into = MPI.Status(), 1 - comm.rank, np.zeros(2)
+    status.Set_cancelled(True)  # an MPI library may cancel no send
+    comm.Sendrecv(numbers(comm, 2), peer, 0, into, peer, 0)
+    request = comm.Isend(numbers(comm, 2), peer)
+    request.transfer.end(status)
+    comm._raw.Recv(into, peer)  # so the kit knows of no receive
+    request.Wait()

@@ -1,6 +1,7 @@
 """Run tests that must fail, and check their reports."""
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,13 @@ class Alike(int):
 def leads() -> bool:
     """Return whether this process has the whole report; ranks other than 0 have one line."""
     return session.current.control is None or session.current.control.rank == 0
+
+
+def finish(*requests: Any) -> None:
+    """Wait for requests as the library does: test each one until it is complete."""
+    for request in requests:
+        while request is not None and not request.Test():
+            time.sleep(0)
 
 
 def failure_of(test: Callable[[], None]) -> str:
