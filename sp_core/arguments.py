@@ -5,6 +5,7 @@
 `Communicator.agree_on`, so that an error on one rank is raised on all ranks.
 """
 
+from numbers import Rational, Real
 from typing import Any
 
 import torch
@@ -33,9 +34,14 @@ def check(kind: str | None = None, /, **given: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return NumPy's whole numbers as int, a list of them as a tuple of int, all else as it is."""
+    """Return NumPy's numbers as int or float, a list of whole ones as a tuple, all else as it is.
+
+    Sums and comparisons in NumPy's short dtypes would overflow or round.
+    """
     if is_whole(value):
         return int(value)
+    if isinstance(value, Real) and not isinstance(value, Rational):
+        return float(value)
     return tuple(map(int, value)) if are_whole(value) else value
 
 

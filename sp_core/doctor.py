@@ -1,8 +1,7 @@
 """Examine what this machine offers to sp_core: MPI, devices, transports.
 
-List everything that is broken, with a remedy.
-
-Run it by itself, or on several ranks: `mpiexec -n 4 python -m sp_core doctor`.
+List everything that is broken, with a remedy. Run it by itself, or on several ranks:
+`mpiexec -n 4 python -m sp_core doctor`.
 """
 
 import ctypes
@@ -12,6 +11,7 @@ import importlib
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import shorten
@@ -60,7 +60,7 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
     Returns:
         0 if nothing is broken, else 1; the same on all ranks.
     """
-    faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=sys.stderr or 1)
     findings = list(examine(device, measure=measure))
     faulthandler.cancel_dump_traceback_later()
     if not in_job() or _mpi_problem() or _world().rank == 0:
@@ -208,7 +208,7 @@ def _constants(*, measure: bool) -> Finding:
         except CollectiveMismatch as error:  # on every rank
             return Finding("constants", "broken", f"not measured: {error}", SAME)
         finally:
-            faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=sys.stderr or 1)
     elif measure and in_job():
         remedy = "start more ranks, or leave out mpiexec and srun"
         return Finding("constants", "broken", "one rank cannot measure messages", remedy)

@@ -95,7 +95,8 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
             print(f"{_head}this error ends all ranks.", file=sys.stderr)
             tell()
         sys.stderr.flush()
-        sys.stdout.flush()
+        with suppress(Exception):  # it may be closed, or None
+            sys.stdout.flush()
         follows = agreed or isinstance(error, PeerFailed)
         until = time.monotonic() + GRACE_SECONDS * (2 if follows else 1)
         while time.monotonic() < until:

@@ -10,6 +10,7 @@ lets only one of them at a time test operations that others can reach.
 
 import atexit
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -67,6 +68,9 @@ class Progress:
             self.lock.release()
 
     def _settle(self) -> None:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_finalized():  # by the program: no test may follow
+            self.kept.clear()
         for question in [*self.kept]:
             if not _goes_on(question):
                 self.kept.remove(question)

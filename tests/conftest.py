@@ -65,6 +65,18 @@ def substitute(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
+def only_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat no example without the checks of the kit."""
+    monkeypatch.setattr("sp_core.testing.session.current.raw_replay", False)
+
+
+@pytest.fixture
+def soon_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make waiting ranks report soon, so that deadlocks are found sooner."""
+    monkeypatch.setattr("sp_core.testing.carriers.AFTER_SECONDS", 0.02)
+
+
+@pytest.fixture
 def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the slots of shared memory, so that tensors of tests need several slots."""
     monkeypatch.setattr("sp_core.transport.window.SLOT_BYTES", 1 << 11)

@@ -1,5 +1,6 @@
 """Test the errors of ranks whose calls differ or fail, word by word."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, repeat
@@ -248,6 +249,18 @@ def test_an_agreement_that_is_kept_while_another_thread_polls_is_tested_later() 
         thread.submit(found.lock.release).result()
     found.poll()
     assert (found.kept, found.idle) == ([], True)
+
+
+def test_no_agreement_is_tested_once_the_program_has_finalized_mpi(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MPI would end the process with an error."""
+    found, question = progress.Progress(), Mock(**{"test.return_value": False})
+    found.keep([question])
+    question.test.reset_mock()
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", Mock(**{"Is_finalized.return_value": True}))
+    found.settle(5)
+    assert (found.kept, question.test.called) == ([], False)
 
 
 @pytest.mark.mpi_skip

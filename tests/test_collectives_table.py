@@ -107,8 +107,13 @@ def test_every_contestant_is_right_whatever_was_run_before(
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_a_wrong_contestant_has_no_time(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = timed.Runner(lambda: None, lambda: torch.full((256,), value))
-    monkeypatch.setitem(CONTESTANTS, "gloo", lambda field: wrong)
+    """Rank 0 has the right result, rank 1 the wrong one."""
+
+    def wrong(field: Any) -> timed.Runner:
+        results = timed.expected(field), torch.full((256,), value)
+        return timed.Runner(lambda: None, lambda: results[field.world.rank])
+
+    monkeypatch.setitem(CONTESTANTS, "gloo", wrong)
     with pytest.raises(Exception, match=r"gloo: all_reduce of 1024 bytes is off by"):
         raced("all_reduce", KIB, ["plan of the library", "gloo"])
 

@@ -15,6 +15,7 @@ from conformance.attention import Posed, told
 from conformance.libraries import LIBRARIES, OURS, named
 from conformance.planted import FAULTS
 from conformance.script import script
+from kit.failing import assert_told
 
 from sp_core import Mask
 
@@ -154,9 +155,12 @@ def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
     assert [(column["name"], column["run"]["date"]) for column in data["libraries"]] == dates
     assert [(one["library"], one["date"]) for one in data["planted"]] == dates
     text = "\n".join(report.markdown(data))
-    assert "| 1 | day 1 | 0123456789 | 1 | 1 | 2 cores" in text
-    assert "| 2 | day 2 | 0123456789 with changes | 1 | 1 | 2 cores" in text
-    assert "| run | 1 | 2 |\n| numbers of ranks | 2 | 2 |\n| problems at most | 5 | 5 |" in text
+    assert_told(
+        text,
+        "| 1 | day 1 | 0123456789 | 1 | 1 | 2 cores",
+        "| 2 | day 2 | 0123456789 with changes | 1 | 1 | 2 cores",
+        "| run | 1 | 2 |\n| numbers of ranks | 2 | 2 |\n| problems at most | 5 | 5 |",
+    )
     assert "## Layers" not in text
 
 

@@ -267,6 +267,27 @@ def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
     assert len({comm._name for comm in made}) == 3
 
 
+def test_ranks_connect_after_a_restart_though_one_failed_before_its_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent of torchrun keeps its store when it starts its ranks again."""
+    this, store = threading.local(), HashStore()
+    monkeypatch.setattr(torch_distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch_distributed, "get_rank", lambda: this.rank)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+
+    def connected(rank: int, seconds: int = 5) -> list[int]:
+        this.rank = rank
+        return over_ranks([0, 1], timedelta(seconds=seconds)).allgather(rank)
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(sp.PeerFailed, match="rank 0 of 2 cannot connect"):
+        connected(0, seconds=1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(connected, range(2))] == [[0, 1]] * 2
+
+
 class WithoutOptions:
     """A backend of torch without options, such as UCC."""
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from studies.commands import ROOT, outside, printed
+from studies.commands import ROOT, output_of, outside
 
 pytestmark = pytest.mark.mpi_skip  # starts a session of its own
 
@@ -32,8 +32,7 @@ def test_a_planted_bug_is_found_and_looks_as_the_readme_says(tmp_path: Path) -> 
     options = ("-q", "--color=no", "-p", "no:cacheprovider")
     variables = outside(SP_PROFILE="quick", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "pytest", *options, "-k", "every_rank_gets_the_sum"]
-    code, text = printed(command, copy, variables, 100)
-    assert code == 1, text
+    text = output_of(command, copy, variables, 100, {1})
     assert "@example(nprocs=3, n=1, seed=0)" in text
     said = [
         line.strip()

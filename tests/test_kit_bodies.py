@@ -10,7 +10,7 @@ from unittest import SkipTest, TestCase
 import hypothesis
 import pytest
 from hypothesis import assume, example, reproduce_failure, seed, settings, strategies as st
-from kit.failing import SEARCH, assert_told, failure_of, leads
+from kit.failing import SEARCH, assert_fails, assert_told, failure_of, leads
 
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.outcome import RankFailure
@@ -199,8 +199,8 @@ def test_a_body_that_returns_a_result_fails() -> None:
     def body(comm: Any, n: int) -> Any:
         return n == 25
 
-    text = failure_of(given(n=st.integers(0, 9))(body))
-    assert_told(text, "body returned False. The body of a test must return None: use `assert`")
+    told = "body returned False. The body of a test must return None: use `assert`"
+    assert_fails(given(n=st.integers(0, 9))(body), "TypeError", told)
 
 
 def test_what_a_rank_does_to_its_arguments_no_other_rank_and_no_report_sees() -> None:
@@ -212,9 +212,8 @@ def test_what_a_rank_does_to_its_arguments_no_other_rank_and_no_report_sees() ->
         assert comm.bcast(drawn) == drawn, "ranks differ"
         assert len(drawn) < 3, "long"
 
-    text = failure_of(body)
-    assert "ranks differ" not in text
-    assert_told(text, "long", "@example(nprocs=2, numbers=[0, 0, 0])")
+    keep = "@example(nprocs=2, numbers=[0, 0, 0])"
+    assert "ranks differ" not in assert_fails(body, "AssertionError", "long", keep)
 
 
 def test_subtests_are_refused(subtests: Any) -> None:

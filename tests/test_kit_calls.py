@@ -4,12 +4,11 @@ Each call is known, and ranks whose calls differ get an error on all ranks.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from kit.failing import as_two, assert_told, failure_of
+from kit.failing import as_two, assert_fails, failure_of
 from kit.wrong_calls import (
     CALLS_THAT_DIFFER,
     MESSAGES_THAT_DIFFER,
@@ -20,22 +19,14 @@ from kit.wrong_calls import (
 from mpi4py import MPI
 from test_kit_flows import offered
 
-from sp_core.testing import carriers, spmd, tier
+from sp_core.testing import spmd, tier
 from sp_core.testing.checked import AGREED, LOCAL, CheckedComm
 from sp_core.testing.messages import MESSAGES, PROBES
 from sp_core.testing.signatures import COLLECTIVES
 from sp_core.testing.unchecked import UNCHECKED
 
-pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
-
-Call = Callable[[Any], object]
-
-
-@pytest.fixture(autouse=True)
-def ranks_that_speak_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make waiting ranks report soon, so that deadlocks are found sooner."""
-    monkeypatch.setattr(carriers, "AFTER_SECONDS", 0.02)
-
+# these laws hold for threads and for MPI
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("soon_stuck")]
 
 TOPOLOGIES = ("Cartcomm", "Graphcomm", "Distgraphcomm")
 
@@ -160,30 +151,17 @@ DIFFERENCES = CALLS_THAT_DIFFER | MESSAGES_THAT_DIFFER | (ON_PROCESSES if tier()
 @pytest.mark.parametrize("case", DIFFERENCES)
 def test_calls_in_which_ranks_differ_are_reported_on_all(case: str) -> None:
     said, zero, one = DIFFERENCES[case]
-    text = as_two(zero, one)
-    assert_clean()  # on every rank, so before the asserts that only rank 0 can fail
-    assert text.startswith("RankFailure[CollectiveMismatch")
-    assert_told(text, *([said] if isinstance(said, str) else said))
+    words = [said] if isinstance(said, str) else said
+    assert_fails(as_two(zero, one), "CollectiveMismatch", *words)
 
 
 def test_messages_that_have_arrived_are_not_told_where_calls_differ() -> None:
-    text = as_two(lambda c: (c.Recv(sent(), 1), c.Barrier()), lambda c: c.Send(sent(), 0))
-    assert text.startswith("RankFailure[CollectiveMismatch")
-    assert "does not expect" not in text
+    test = as_two(lambda c: (c.Recv(sent(), 1), c.Barrier()), lambda c: c.Send(sent(), 0))
+    assert "does not expect" not in assert_fails(test, "CollectiveMismatch")
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_rank_that_contradicts_itself_is_told_so_and_the_others_are_woken(case: str) -> None:
     said, wrong = WRONG[case]
-    text = as_two(lambda c: c.Barrier(), wrong)
-    kinds = ("ValueError", "TypeError", "KeyError", "RootError", "Exception")
-    assert text.startswith(tuple(f"RankFailure[{kind}" for kind in kinds))
-    assert_told(text, said, "rank 0: stopped: PeerFailed")
-
-
-@spmd(2)
-def assert_clean(comm: Any) -> None:
-    """Check that no message of a failed example arrives in the next one."""
-    received = sent()
-    comm.Sendrecv(sent() + comm.rank, 1 - comm.rank, 0, received, 1 - comm.rank, 0)
-    assert received.tolist() == (sent() + 1 - comm.rank).tolist()
+    kinds = "ValueError|TypeError|KeyError|RootError|Exception"
+    assert_fails(as_two(lambda c: c.Barrier(), wrong), kinds, said, "rank 0: stopped: PeerFailed")

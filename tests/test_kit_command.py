@@ -203,13 +203,10 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored_or_handle
 
     launch.trouble = trouble
     monkeypatch.setattr(command_module, "Launch", lambda *_: launch)
-    usual = signal.signal(number, handler)
-    try:
+    with command_module._handled([number], handler):
         with pytest.raises(SystemExit, match=str(128 + number)) if is_default else nullcontext():
             command_module.run(1, ["true"], timeout=1)
         assert signal.getsignal(number) is handler
-    finally:
-        signal.signal(number, usual)
     launch.end.assert_called_once_with()
 
 
@@ -253,15 +250,22 @@ def test_variables_that_are_set_stay_and_the_others_have_defaults(
 def test_ranks_get_variables_by_options_if_other_variables_are_given_so(
     given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Open MPI 4 does not start with both such an option and a list of variables."""
+    """Open MPI 4 does not start with both such an option and a list of variables.
+
+    mpiexec leads a session of its own.
+    """
     monkeypatch.setattr(os, "environ", {**given})
     monkeypatch.setattr(command_module, "find_mpiexec", lambda: "mpiexec")
     monkeypatch.setattr(subprocess, "Popen", started := Mock())
-    command_module.Launch(1, ["tool"], ["-x", "A=1"], tmp_path).deaths.close()
+    launch = command_module.Launch(3, ["tool", "-n"], ["-x", "A=1"], tmp_path, output=7)
+    launch.deaths.close()
     passed = [] if given else ["-x", "SP_RUN_DIR", "-x", "SP_RUN_HOST"]
-    assert started.call_args.args[0] == ["mpiexec", "-x", "A=1", *passed, "-n", "1", "tool"]
-    env = started.call_args.kwargs["env"]
-    assert {name: env[name] for name in env if name.endswith("env_list")} == given
+    (command,), how = started.call_args
+    assert command == ["mpiexec", "-x", "A=1", *passed, "-n", "3", "tool", "-n"]
+    env = how.pop("env")
+    found = {name: env[name] for name in env if name.endswith(("env_list", "RUN_DIR"))}
+    assert found == {**given, "SP_RUN_DIR": str(tmp_path)}
+    assert how == {"start_new_session": True, "stdout": 7, "stderr": 7}
 
 
 def test_all_places_give_the_same_defaults_for_open_mpi() -> None:

@@ -4,9 +4,6 @@ On ranks other than 0 the text of a failure has one line.
 """
 
 import os
-import re
-import subprocess
-import sys
 from typing import Any, cast
 from unittest.mock import Mock, call, patch
 
@@ -14,8 +11,9 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, assume, example, settings, strategies as st
 from hypothesis.errors import FailedHealthCheck, Unsatisfiable
-from kit.failing import SEARCH, assert_told, failure_of, leads
+from kit.failing import SEARCH, assert_fails, assert_told, failure_of, leads
 from oracle.ways import offered
+from studies.commands import ROOT, outside, printed
 
 from sp_core.launch import watch
 from sp_core.testing import (
@@ -118,9 +116,7 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
         assert n < 100
 
     said = ("said by rank 0", "said by rank 1", "@example(nprocs=2, n=100)", "test case: body(")
-    text = failure_of(body)
-    assert_told(text, *said)
-    assert "raw replay" not in text
+    assert "raw replay" not in assert_fails(body, "AssertionError", *said)
 
 
 @pytest.mark.parametrize("of_kit", [True, False])
@@ -147,14 +143,6 @@ def test_what_is_said_in_a_test_reaches_hypothesis(substitute: Any, *, of_kit: b
         assert said["event"].call_args_list[-2:] == ranks
         said["target"].assert_called_with(7.0, label="n")
         assert said["note"].call_args_list == [call("said by all")] * said["target"].call_count
-
-
-def test_settings_are_the_same_where_hypothesis_finds_a_ci_server() -> None:
-    source = "from sp_core.testing import profiles as p; print(p.settings.get_profile('explore'))"
-    env = {**os.environ, "CI": "1"}
-    printed = subprocess.check_output([sys.executable, "-c", source], env=env, text=True)
-    values = dict(re.findall(r"(\w+)=(\w+)", printed))
-    assert (values["database"], values["derandomize"]) == ("DirectoryBasedExampleDatabase", "False")
 
 
 @pytest.mark.mpi  # between ranks that are threads nothing is sent
@@ -278,3 +266,21 @@ def test_a_profile_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SP_PROFILE", "quik")
     with pytest.raises(ValueError, match=r"SP_PROFILE='quik' is not one of .*quick"):
         profiles.load(None)
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize(
+    ("profile", "examples", "said"),
+    [
+        ("brief", "abc", ""),
+        ("explore", "abc", "SP_EXAMPLES='abc' was given. Set it to a whole number above 0."),
+        ("explore", "0", "SP_EXAMPLES='0' was given. Set it to a whole number above 0."),
+    ],
+)
+def test_a_wrong_number_of_examples_is_an_error_of_its_profile(
+    profile: str, examples: str, said: str
+) -> None:
+    program = "from sp_core.testing import profiles; profiles.load(None)"
+    variables = outside(SP_PROFILE=profile, SP_EXAMPLES=examples)
+    code, text = printed([sys.executable, "-c", program], ROOT, variables, 100)
+    assert (code, said in text) == (int(bool(said)), True), text

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.failing import as_two, assert_told, failure_of
+from kit.failing import as_two, assert_fails, assert_told, failure_of
 from kit.wrong_calls import ON_PROCESSES, STUCK
 from mpi4py import MPI
-from test_kit_calls import assert_clean
 from test_kit_messages import ask, numbers
 
 from sp_core.errors import RankError
@@ -220,8 +219,8 @@ def test_a_wrong_argument_of_one_rank_stops_the_others_too(
     def call(given: object, comm: Any) -> None:
         getattr(comm.Create_cart([2], [True]), op)(given)
 
-    text = as_two(partial(call, right), partial(call, wrong))
-    assert_told(text, said, "rank 0: stopped: PeerFailed")
+    test = as_two(partial(call, right), partial(call, wrong))
+    assert_fails(test, "", said, "rank 0: stopped: PeerFailed")
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -283,15 +282,15 @@ def test_an_error_inside_a_call_of_one_rank_reaches_no_later_example(
             assert_told(text, told)
 
 
+@pytest.mark.usefixtures("only_checked")
 @spmd(2)
 def test_each_part_of_a_communicator_has_a_name_of_its_own(comm: Any) -> None:
     half, twin, whole = comm.Split(comm.rank), comm.Dup(), comm.Split()
     group = comm.Create_group(comm.Get_group())
     assert len({*comm.allgather(repr(half))}) == 2
-    if isinstance(comm, LockstepComm):
-        found = [each.lockstep.name for each in (half, twin, whole)]
-        assert found == [f"comm.0[{comm.rank}]", "comm.1", "comm.2"]
-        assert re.fullmatch(r"comm\.g\d+\[0\]", group.lockstep.name)
+    found = [each.lockstep.name for each in (half, twin, whole)]
+    assert found == [f"comm.0[{comm.rank}]", "comm.1", "comm.2"]
+    assert re.fullmatch(r"comm\.g\d+\[0\]", group.lockstep.name)
     for each in (half, twin, whole, group):
         each.Free()
 
@@ -311,9 +310,7 @@ def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
 
     monkeypatch.setattr(carriers.MpiCarrier, "gather", late)
     _, zero, one = ON_PROCESSES["nobody sends to anyone"]
-    text = as_two(zero, one)
-    assert_clean()
-    assert_told(text, STUCK)
+    assert_fails(as_two(zero, one), "CollectiveMismatch", STUCK)
 
 
 @pytest.mark.parametrize(
@@ -342,20 +339,20 @@ def test_what_takes_a_communicator_and_is_not_checked_is_told(
     assert said == ([name] if isinstance(comm, LockstepComm) else [])
 
 
+@pytest.mark.usefixtures("only_checked")
 @pytest.mark.parametrize("form", ["Iallreduce", "Allreduce_init"])
 @spmd(2)
 def test_the_buffers_of_a_request_live_as_long_as_it(comm: Any, form: str) -> None:
     """mpi4py does not keep those of reductions."""
-    if isinstance(comm, LockstepComm):
-        buffers = [np.ones(2), np.zeros(2)]
-        kept = [weakref.ref(buffer) for buffer in buffers]
-        request = getattr(comm, form)(*buffers)
-        del buffers
-        gc.collect()
-        assert all(ref() is not None for ref in kept)
-        request.Wait()
-        if form == "Allreduce_init":
-            request.Free()
+    buffers = [np.ones(2), np.zeros(2)]
+    kept = [weakref.ref(buffer) for buffer in buffers]
+    request = getattr(comm, form)(*buffers)
+    del buffers
+    gc.collect()
+    assert all(ref() is not None for ref in kept)
+    request.Wait()
+    if form == "Allreduce_init":
+        request.Free()
 
 
 def test_values_of_any_length_are_gathered() -> None:

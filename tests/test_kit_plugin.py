@@ -317,25 +317,32 @@ def test_the_summary_is_told_where_the_kit_was_used(
     assert terminal.mock_calls == (expected if tally.tests or notes else [])
 
 
-@pytest.mark.parametrize("module", ["plugin", "shrink_crash"])
-def test_the_oldest_pytest_suffices(module: str, tmp_path: Path) -> None:
-    """It has no name for the type of the terminal's reporter."""
-    program = "import pytest; vars(pytest).pop('TerminalReporter', 0); "
-    program += f"import sp_core.testing.{module}"
-    assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, "")
+OLDEST = "import pytest; vars(pytest).pop('TerminalReporter', 0); import sp_core.testing"
+"""The oldest pytest has no name for the type of the terminal's reporter."""
+PR, SOAK = (
+    "from hypothesis import settings as s; "
+    f"s.register_profile({name!r}, max_examples=7); s.load_profile({name!r})"
+    for name in ("pr", "soak")
+)
+KIT = "from sp_core.testing import profiles as p"
+NUMBERS = "print(s().max_examples, p.chosen({}).max_examples, p.name(), p.load('soak'))"
+EXPLORE = "x = p.settings.get_profile('explore'); print(x.database is None, x.derandomize)"
+PROGRAMS: dict[str, tuple[str, dict[str, str], str]] = {
+    "the oldest pytest suffices for the plugin": (f"{OLDEST}.plugin", {}, ""),
+    "the oldest pytest suffices for the search": (f"{OLDEST}.shrink_crash", {}, ""),
+    "a project's own pr stays": (f"{PR}; {KIT}; {NUMBERS}", {}, "7 7 pr True\n"),
+    "a project's own pr replaces ours": (f"{KIT}; {PR}; {NUMBERS}", {}, "7 7 pr True\n"),
+    "a project's own soak stays": (f"{SOAK}; {KIT}; {NUMBERS}", {}, "7 7 pr False\n"),
+    "a project's own soak replaces ours": (f"{KIT}; {SOAK}; {NUMBERS}", {}, "7 7 pr False\n"),
+    "a CI server changes no settings": (f"{KIT}; {EXPLORE}", {"CI": "1"}, "False False\n"),
+}
 
 
-@pytest.mark.parametrize("order", ["{own}; {kit}", "{kit}; {own}"])
-@pytest.mark.parametrize("profile", ["pr", "soak"])
-def test_a_profile_of_a_project_stays_whatever_its_name(
-    order: str, profile: str, tmp_path: Path
-) -> None:
-    own = f"s.register_profile({profile!r}, max_examples=7); s.load_profile({profile!r})"
-    program = order.format(kit="from sp_core.testing import profiles as p", own=own)
-    program = f"from hypothesis import settings as s; {program}"
-    program += "; print(s().max_examples, p.chosen({}).max_examples, p.name(), p.load('soak'))"
-    expected = f"7 7 pr {profile != 'soak'}\n"
-    assert printed([sys.executable, "-c", program], tmp_path, outside(), 60) == (0, expected)
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_what_a_new_process_finds(case: str, tmp_path: Path) -> None:
+    program, more, expected = PROGRAMS[case]
+    command = [sys.executable, "-c", program]
+    assert printed(command, tmp_path, outside(**more), 60) == (0, expected)
 
 
 def test_a_worker_that_has_crashed_has_no_counts(current: Session) -> None:

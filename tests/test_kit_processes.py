@@ -7,11 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
+from studies.commands import outside
 from test_kit_deaths import wait_for
 
 from sp_core.launch import deaths
@@ -140,3 +142,40 @@ def test_all_processes_of_a_launch_are_killed_and_no_others(
         assert calls[-1] == call.killpg(leader, signal.SIGKILL)
         expected = [call.kill(pid, signal.SIGKILL) for pid in (leader, outer, inner, *others)]
         assert sorted(calls[:-1]) == sorted(expected)
+
+
+SAVING = """
+import os, signal, sys, time
+folder, number, rank = sys.argv[1], int(sys.argv[2]), os.environ.get("OMPI_COMM_WORLD_RANK")
+is_first = (rank or os.environ["PMI_RANK"]) == "0"
+signal.signal(number, signal.default_int_handler if is_first else signal.SIG_IGN)
+try:
+    open(f"{folder}/{os.getpid()}", "x").close()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.5)
+    open(f"{folder}/saved", "x").close()
+"""
+
+
+@pytest.mark.every_mpi
+@pytest.mark.starts_mpi
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_handle_a_signal_to_the_launcher_before_they_are_killed(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """Rank 1 ignores the signal, and is killed soon."""
+    start = (sys.executable, "-m", "sp_core", "run", "-n", "2", "--", "python", "-c", SAVING)
+    with subprocess.Popen([*start, str(tmp_path), str(int(number))], env=outside()) as launcher:
+        try:
+            wait_for(lambda: len([*tmp_path.iterdir()]) == 2)
+            pids = [path.name for path in tmp_path.iterdir()]
+            begin = time.monotonic()
+            launcher.send_signal(number)
+            assert launcher.wait(30) == 128 + number
+        finally:
+            launcher.terminate()
+    assert time.monotonic() - begin < 15
+    assert (tmp_path / "saved").exists()
+    wait_for(lambda: all(deaths.stat(pid)[:1] in ([], ["Z"]) for pid in pids))

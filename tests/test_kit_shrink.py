@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit.failing import Alike, failure_of
-from studies.commands import outside, printed
+from studies.commands import output_of, outside
 
 from sp_core.launch import results, watch
 from sp_core.testing import given, session, shrink_crash
@@ -381,9 +381,7 @@ def test_a_search_that_starts_no_launch_or_gets_a_signal_has_not_passed(
 
 def test_the_search_is_a_program(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "sp_core.testing.shrink_crash", "--help")
-    code, text = printed(command, tmp_path, outside(), 60)
-    assert code == 0, text
-    assert "number of ranks of each launch" in text
+    assert "number of ranks of each launch" in output_of(command, tmp_path, outside(), 60)
 
 
 def test_a_first_line_that_is_incomplete_asks_for_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import sys
 import threading
 import time
 import tracemalloc
@@ -20,7 +19,7 @@ from unittest.mock import Mock, call
 import numpy as np
 import pytest
 import torch
-from kit.failing import failure_of
+from kit.failing import assert_told, failure_of, finish
 from mpi4py import MPI
 
 from sp_core.launch import watch
@@ -65,14 +64,6 @@ def test_ranks_begin_with_the_state_of_the_thread_that_runs_them(
     assert run_threads(2, lambda _: of_thread()) == [usual] * 2
 
 
-def test_an_error_on_one_rank_is_an_error_of_the_run_with_its_traceback() -> None:
-    with pytest.raises(RankFailure, match="rank 1 of 2") as caught:
-        run_threads(2, lambda comm: 1 / (1 - comm.rank))
-    traceback = str(caught.value).partition("traceback of rank 1:")[2]
-    assert "test_kit_threads.py" in traceback
-    assert f"sp_core{os.sep}testing" not in traceback
-
-
 def test_ranks_share_one_core_of_those_that_the_session_has() -> None:
     usual = os.sched_getaffinity(0)
     try:
@@ -85,11 +76,6 @@ def test_ranks_share_one_core_of_those_that_the_session_has() -> None:
             assert os.sched_getaffinity(0) == cores
     finally:
         os.sched_setaffinity(0, usual)
-
-
-def test_ranks_need_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert run_threads(2, lambda comm: comm.rank) == [0, 1]
 
 
 def test_each_rank_computes_with_one_thread_of_torch() -> None:
@@ -157,8 +143,7 @@ def ring(comm: Any, meddle: str) -> float:
     early = float(into[0])
     if meddle == "send buffer":
         out[:] = 99.0
-    while not all(request.Test() for request in requests):
-        time.sleep(0)
+    finish(*requests)
     return early if meddle == "receive buffer" else float(into[0])
 
 
@@ -204,9 +189,8 @@ def test_an_endless_loop_ends(
 
     monkeypatch.setenv("SP_WATCHDOG_S", "0.5")
     begin, before = time.monotonic(), threading.active_count()
-    text = failure_of(body)
-    assert "not ended within 0.5 s; ranks [1] of 3 were not waiting" in text
-    assert "example: nprocs=3" in text
+    stuck = "not ended within 0.5 s; ranks [1] of 3 were not waiting"
+    assert_told(failure_of(body), stuck, "example: nprocs=3")
     assert time.monotonic() - begin < 10
     assert threading.active_count() == before
     printed = capfd.readouterr().err

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
+from kit.failing import assert_told
 from studies.commands import outside, printed
 
 from sp_core.launch import watch
@@ -381,9 +382,12 @@ def test_a_rank_on_another_host_than_its_launcher_is_refused(
         assert (code, text) == (0, "on\n")
         return
     assert code == 1
-    assert f"sp-core run on host {host} cannot watch this rank on {watch.this_host()}. " in text
-    assert "If it has ended, unset SP_RUN_DIR and SP_RUN_HOST" in text
-    assert "Start programs on several nodes with mpiexec or srun directly" in text
+    assert_told(
+        text,
+        f"sp-core run on host {host} cannot watch this rank on {watch.this_host()}. ",
+        "If it has ended, unset SP_RUN_DIR and SP_RUN_HOST",
+        "Start programs on several nodes with mpiexec or srun directly",
+    )
     assert text.endswith("cmd=abort exitcode=1\n")
 
 

@@ -189,6 +189,18 @@ def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(mesh: sp.Mesh)
     assert weight.grad.tolist() == [3.0, 4.0]
 
 
+@spmd(1)
+def test_a_norm_is_compared_with_a_limit_of_a_short_dtype(comm: Any) -> None:
+    """In float16 the norm 1.0003 would be 1."""
+    with sp.Mesh(comm, device=device(), tp=1) as mesh:
+        weight = nn.Parameter(torch.ones(1, device=device()))
+        place(weight, Placement.replicated((1,), 1)).grad = torch.full_like(weight, 1.0003)
+        limit: Any = np.float16(1)
+        clip_gradient_norm([weight], limit, tensor=mesh["tp"])
+        assert weight.grad is not None
+        assert weight.grad.item() == pytest.approx(1, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])
 @spmd(1, 2, 4)
 def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind: str) -> None:
@@ -324,6 +336,10 @@ def test_an_element_stays_whose_number_is_the_chance() -> None:
     """An element is dropped if its number in [0, 1) is below p. Here p is that number."""
     number = float(uniform(5, [[0], [3], [0]]))
     assert sp.dropout(torch.ones(1, 1, 1), number, seed=5, positions=[3]).all()
+
+
+def test_the_first_element_has_a_chance_with_seed_0() -> None:
+    assert sp.dropout(torch.ones(1, 1, 1), 1e-12, seed=0, positions=[0]).all()
 
 
 @spmd(2)

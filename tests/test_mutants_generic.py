@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kit.failing import assert_told
 from mutants import generic, sample, tally
 from mutants.edits import OPERATORS, Edit, edits
 from mutants.reach import NEAR_SECONDS, Reached
@@ -216,11 +217,14 @@ def test_a_report_leaves_out_what_goes_unnoticed_and_names_survivors() -> None:
         Result(small(1), killed, entry)
     ]
     text = "\n".join(tally.markdown(results, "Seed 1"))
-    assert "Seed 1: 1 of 2, 50.0%" in text
-    assert "| mask | 1 | 0 | 1 | 100.0% |" in text
-    assert "| sp_core | 2 | 1 | 0 | 0.0% |" in text
-    assert "| constants | 3 | 1 | 1 | 50.0% |" in text
-    assert f"## Survivors\n\n- `{other.id}` sp_core/sharding.py f: `x = 1` to `x = 2`.\n" in text
+    assert_told(
+        text,
+        "Seed 1: 1 of 2, 50.0%",
+        "| mask | 1 | 0 | 1 | 100.0% |",
+        "| sp_core | 2 | 1 | 0 | 0.0% |",
+        "| constants | 3 | 1 | 1 | 50.0% |",
+        f"## Survivors\n\n- `{other.id}` sp_core/sharding.py f: `x = 1` to `x = 2`.\n",
+    )
     _, _, apart = text.partition("## Equivalent")
     assert "it is only slower" in apart
     assert [result.as_dict()["verdict"] for result in results] == ["killed", "survived", "survived"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from domains.declared import normal
 from domains.public import documented, told_alike
 from hypothesis import strategies as st
 from kit.carriers import Passing
@@ -18,11 +19,14 @@ from oracle.ways import Way, ways
 from promises import alike
 from promises.ledger import Scene
 from promises.models import ROWS
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
 from sp_core.agreement import agree
 from sp_core.errors import CollectiveMismatch
+from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
+from sp_core.nn.loss import next_token_loss
 from sp_core.programs import ALGORITHMS, SLOTS
 from sp_core.sharding import split_sizes
 from sp_core.testing import LiveBytes, given, spmd, tier
@@ -146,6 +150,25 @@ def test_what_all_ranks_hold_alike_has_the_same_bits(
     dtype = torch.bfloat16 if half else torch.float32
     with sp.Mesh(comm, **way, **{axis: comm.size}) as mesh:
         assert differing(comm, alike.ROWS[names](alike.Place(mesh, mesh[axis], dtype, seed))) == []
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@spmd(6)
+def test_groups_that_lie_differently_on_nodes_round_alike(comm: Any, tp: int) -> None:
+    """A hierarchical all-reduce adds in an order that depends on the nodes of its ranks."""
+    nodes = [0, 0, 0, 1, 1, 0]
+    with sp.Mesh(comm, nodes=nodes, algorithm="hierarchical", tp=tp, dp=6 // tp) as mesh:
+        tensor, data = mesh["tp"], mesh["dp"]
+        copied, summed, cut = (nn.Parameter(torch.zeros(n)) for n in (64, 64, 1))
+        for weight, rank in ((copied, 6 * data.rank), (summed, comm.rank)):
+            placement = Placement.replicated((64,), tp, partial=weight is summed)
+            place(weight, placement).grad = normal(rank, (64,), "float32")
+        reduce_gradients([copied, summed], data=data, tensor=tensor)
+        place(cut, Placement.split((tp,), 0, tp)).grad = normal(132 + tensor.rank, (1,), "float32")
+        norm = clip_gradient_norm([cut], torch.inf, tensor=tensor)
+        logits, labels = normal(132 + data.rank, (5, 2), "float32"), torch.tensor([0, 1, 0, 1, 0])
+        loss = next_token_loss(logits, labels, tensor=tensor, data=data)
+        assert differing(comm, [copied.grad, summed.grad, norm, loss]) == []
 
 
 ON_ALL_RANKS = ("all_gather", "all_reduce", "broadcast", "reduce_from_group", "gather_replicated")

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from kit import records as made
 from markdown_it import MarkdownIt
 from rich.console import Console
-from studies.commands import outside, printed
+from studies.commands import output_of, outside
 
 from benchmarks.compare.pairs import importance
 from benchmarks.compare.rule import ORDER, section
@@ -235,8 +235,7 @@ def test_a_report_is_the_same_each_time(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     report(ours, path)
     command = [sys.executable, "-m", "benchmarks", "report", str(path), "--out", str(theirs)]
-    code, text = printed(command, tmp_path, outside(PYTHONHASHSEED="7"), 120)
-    assert code == 0, text
+    output_of(command, tmp_path, outside(PYTHONHASHSEED="7"), 120)
     for name in ("report.md", "report.html", "report.png"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
 

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from kit.records import NOTHING, case, dicts, record
-from studies.commands import ROOT, printed
+from studies.commands import ROOT, output_of
 from torch import Tensor
 
 import sp_core as sp
@@ -58,9 +58,7 @@ def mpi_environment() -> dict[str, str]:
 def program(name: str, *options: str) -> str:
     """Run a benchmark program that must succeed. Return its output."""
     command = [sys.executable, "-m", "benchmarks", name, *options]
-    code, text = printed(command, ROOT, mpi_environment(), 180)
-    assert code == 0, text
-    return text
+    return output_of(command, ROOT, mpi_environment(), 180)
 
 
 def found(ranks: int, seconds: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from deaths import trial
 from deaths.report import add
 from deaths.trial import AFTER, BEFORE, CASE, END, Death, judged, left
 from deaths.ways import PLACES, RAISED, SILENT, STUCK, WAYS
+from kit.failing import assert_told
 from kit.faults import CRASHES, FAULTS
 from mpi4py_suite import __main__ as suite_command
 from mpi4py_suite.results import KINDS, KNOWN, Result, merged
@@ -94,10 +95,13 @@ def test_the_report_of_a_soak_names_what_failed_even_if_it_is_interrupted(
     ]
     assert len({run.seed for run in made_up}) == 5
     text = (tmp_path / "soak.md").read_text()
-    assert "2 of 3 runs passed with nothing of their own beside them; median 61 s" in text
-    assert "2 of 2 runs passed with a busy process on each core" in text
-    assert f"seed {made_up[2].seed}, {BAD['test']}: {BAD['words']}" in text
-    assert BAD["command"] in text
+    assert_told(
+        text,
+        "2 of 3 runs passed with nothing of their own beside them; median 61 s",
+        "2 of 2 runs passed with a busy process on each core",
+        f"seed {made_up[2].seed}, {BAD['test']}: {BAD['words']}",
+        BAD["command"],
+    )
     assert f"  ranks: {BAD['test']}: {BAD['words']}" in capsys.readouterr().out
     runs = json.loads((tmp_path / "soak.json").read_text())["runs"]
     assert [run["verdict"] for run in runs] == ["passed", "passed", "failed", "passed", "passed"]
@@ -262,11 +266,14 @@ def test_the_report_keeps_the_rows_of_both_mpis_and_counts_faults(
         assert ("why" in capsys.readouterr().out) == bool(found)
     assert list(json.loads((tmp_path / "deaths.json").read_text())) == ["Open MPI", "MPICH"]
     text = (tmp_path / "deaths.md").read_text()
-    assert "| SIGKILL | 2.5 (≤ 20) |" in text
-    assert "| SIGKILL | 2.5 (≤ 20) **no rank** |" in text
-    assert "| place | torchrun |" in text
-    assert "| thread | 3.0 |" in text
-    assert "| segv | n=7 | 5 | 40 | as expected |" in text
+    assert_told(
+        text,
+        "| SIGKILL | 2.5 (≤ 20) |",
+        "| SIGKILL | 2.5 (≤ 20) **no rank** |",
+        "| place | torchrun |",
+        "| thread | 3.0 |",
+        "| segv | n=7 | 5 | 40 | as expected |",
+    )
 
 
 def test_every_way_is_of_one_kind_and_every_fault_has_its_command() -> None:

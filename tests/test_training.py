@@ -3,6 +3,7 @@
 Runs over ranks are compared with runs of one rank. The comparison finds all planted faults.
 """
 
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 
+import sp_core as sp
 from benchmarks import launching
 from benchmarks.training import runs as faults
 from benchmarks.training.contest import allowed, complaints, divergence, train, yardstick
-from benchmarks.training.runs import DTYPES, Place, Setting, places, run_alone, run_place
-from sp_core.testing import run_threads
+from benchmarks.training.runs import DTYPES, Place, Setting, apart, places, run_alone, run_place
+from sp_core.llama import create
+from sp_core.testing import run_threads, spmd
 
 pytestmark = pytest.mark.mpi_skip
 SMALL = Setting(
@@ -143,3 +146,11 @@ def test_a_session_trains_alone_first_and_stops_if_that_fails(
     alone = [*options, "--only", "", "--out", str(tmp_path / "alone.json")]
     run.side_effect = [good, KeyboardInterrupt, good]
     assert [train([*alone, *more]) for more in ([], ["--only", "one rank"])] == [130, 0]
+
+
+@spmd(1)
+def test_weights_that_are_no_numbers_are_apart(comm: Any) -> None:
+    with sp.Mesh(comm, tp=1) as mesh:
+        model = create(SMALL.config, mesh)
+        next(model.parameters()).data.fill_(math.nan)
+        assert math.isnan(apart(model))

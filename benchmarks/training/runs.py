@@ -281,14 +281,14 @@ def compare(
 @torch.no_grad()
 def apart(model: Llama) -> float:
     """Return the greatest difference between two ranks' copies of one element of a weight."""
-    rank, greatest = model.grid.tensor.rank, 0.0
+    rank, found = model.grid.tensor.rank, list[Tensor]()
     for parameter in model.parameters():
         spread = placement_of(parameter).spread
         mine, held = spread(parameter, rank), spread(torch.ones_like(parameter), rank) > 0
         extremes = [x.where(held, -torch.inf) for x in (mine, -mine)]
         high, low = (sp.all_reduce(x, comm=model.grid.everyone, op="max") for x in extremes)
-        greatest = max(greatest, float((high + low).max()))
-    return greatest
+        found.append((high + low).max())
+    return float(torch.stack(found).max())  # `max` of Python may drop a NaN
 
 
 def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path) -> dict[str, Any]:

@@ -354,12 +354,10 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
                 print(text, file=sys.stderr, flush=True)
             elif ended and not (launch.run_dir / STARTED).exists():
                 print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
-        except (KeyboardInterrupt, SystemExit):
-            if launch and not result.exists() and (tests := results.told(launch.run_dir)):
-                text = "\n".join(["the launch was interrupted", *tests])
-                with suppress(OSError):  # a terminal that was closed
-                    results.write_junit(launch.run_dir, text)
-                    print(text, file=sys.stderr, flush=True)
+        except (KeyboardInterrupt, SystemExit) as error:
+            if launch:
+                results.tell_interrupted(launch.run_dir)
+                launch.deaths.pass_on(watch.exit_code(error) - 128, launch.process.poll)
             raise
         finally:
             with _signals_held_back():

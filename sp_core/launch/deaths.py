@@ -14,6 +14,7 @@ import select
 import signal
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from sp_core.launch.watch import ENDED, FAILED, RUN_DIR, STACKS, STARTED, file_of, owner
@@ -22,6 +23,8 @@ from sp_core.machine import require_linux
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 DUMP_SECONDS = 2.0
 """Seconds to wait for stacks: half before the signal that asks ranks for them, half after."""
+LEAVE_SECONDS = 5.0
+"""Seconds in which ranks can end by themselves after a signal to the launcher."""
 NOT_KNOWN = "its exit code is not known"
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
 ATTEMPTS, RETRY_SECONDS, WRITE_SECONDS = 5, 0.01, 0.3
@@ -129,6 +132,22 @@ class Deaths:
             _signal(pid, signal.SIGTERM)
             _signal(pid, signal.SIGCONT)
         time.sleep(WRITE_SECONDS if self._stopped else 0.0)
+
+    def pass_on(self, number: int, ended: Callable[[], int | None]) -> None:
+        """Send living ranks the signal that ends the launch, and wait until the launch has ended.
+
+        Wait at most LEAVE_SECONDS, and not at all without a living rank or in a test session.
+
+        Args:
+            number: the signal, which a program may handle: it may save its state, or ignore it.
+            ended: returns None while the launch goes on.
+        """
+        ranks = {} if (self._dir / STARTED).exists() else self.alive()
+        for pid in ranks.values():
+            _signal(pid, number)
+        until = time.monotonic() + LEAVE_SECONDS
+        while ranks and ended() is None and time.monotonic() < until:
+            time.sleep(RETRY_SECONDS)
 
     def first(self) -> int | None:
         """Return the rank that died first, or None if no rank is known to have died.

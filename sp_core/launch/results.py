@@ -2,15 +2,19 @@
 
 `Ledger` runs in rank 0 and appends each result to the file FILE in the launch's directory. In the
 launcher, `told` lists these results and `write_junit` makes a JUnit file of them. Only the standard
-library is imported.
+library and `watch` are imported.
 """
 
 import json
 import os
+import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from sp_core.launch.watch import RESULT
 
 FILE = "reports.jsonl"
 _ORDER = ("", "passed", "skipped", "failed", "error")
@@ -132,3 +136,19 @@ def write_junit(directory: Path, report: str) -> None:
             ET.SubElement(made, tag, message=text.partition("\n")[0]).text = text
     Path(wanted["xml"]).parent.mkdir(parents=True, exist_ok=True)
     ET.ElementTree(root).write(wanted["xml"], encoding="utf-8", xml_declaration=True)
+
+
+def tell_interrupted(directory: Path) -> None:
+    """Print the results of a test session that an interruption ends, and write the JUnit file.
+
+    Do nothing if no test had begun, or if the session has ended.
+
+    Args:
+        directory: the launch's directory.
+    """
+    if (directory / RESULT).exists() or not (lines := told(directory)):
+        return
+    text = "\n".join(["the launch was interrupted", *lines])
+    with suppress(OSError):  # a terminal that was closed
+        write_junit(directory, text)
+        print(text, file=sys.stderr, flush=True)

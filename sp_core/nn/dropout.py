@@ -15,6 +15,7 @@ from sp_core.mask import Positions, position_tensor
 
 # the constants of SplitMix64; signed 64-bit numbers, because torch computes in int64
 _STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, None))
+_FIRST = 0x9E3779B97F4A7C15 - 2**64  # added to the seed: `_mixed` maps 0 to 0
 _BITS = 53
 
 
@@ -80,7 +81,7 @@ def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor
 
     `places` holds the global indices of each dim. The result has one dim for each entry.
     """
-    state = _mixed(torch.tensor(seed, dtype=torch.int64, device=device))
+    state = _mixed(torch.tensor(seed, dtype=torch.int64, device=device) + _FIRST)
     for place in places:
         state = _mixed(state[..., None] + position_tensor(place, device))
     return state.bitwise_and(2**_BITS - 1).double().div(2**_BITS)

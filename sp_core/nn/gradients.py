@@ -95,8 +95,8 @@ class Placement:
 
     @property
     def is_alike(self) -> bool:
-        """Return whether all ranks hold the same slices."""
-        return len(set(self.held)) == 1
+        """Return whether several ranks, and all, hold the same slices."""
+        return len(set(self.held)) == 1 < len(self.held)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that `rank` holds."""
@@ -185,12 +185,11 @@ def reduce_gradients(
 
     Communication:
         One agreement (32-byte all-reduce) over `data` and one over `tensor`, also with
-        `check="agree"`. For each dtype one all-reduce of all gradients over `data`. If parts of a
-        parameter have different shapes, there is one more, of the parameters that all ranks of
-        `tensor` hold whole: an all-reduce may round an element differently at another place, and
-        these must stay equal to the bit. For each dtype one all-reduce over `tensor`, of the
-        gradients that are incomplete on each rank (`Placement.partial`). Each of them is first
-        padded with zeros to the shape of the whole parameter.
+        `check="agree"`. For each dtype one all-reduce of all gradients over `data`. If `tensor` has
+        several ranks, there is one more, of the parameters that all of them hold whole. For each
+        dtype one all-reduce over `tensor`, of the gradients that are incomplete on each rank
+        (`Placement.partial`), padded with zeros to the shape of the whole parameter. The last two
+        add in rank order if both groups have several ranks: copies must stay equal to the bit.
 
     Raises:
         ShapeError: with `tensor`, a parameter has no placement, or a placement for other ranks; or
@@ -214,17 +213,17 @@ def reduce_gradients(
         *((data,) if tensor is None else (data, tensor)),
     )
     pairs = [(_own_gradient(parameter), placement) for parameter, placement in wanted.values()]
-    is_uneven = any(len({*map(each.local_shape, range(len(each.held)))}) > 1 for _, each in pairs)
-    # an element is rounded by its place among all that are summed together
+    # other algorithms round by an element's place, and by how the ranks of `data` lie on nodes
     with data.agreed():
-        for apart in (True, False):
-            _sum_in_place([x for x, each in pairs if (is_uneven and each.is_alike) == apart], data)
+        for copied in (True, False):
+            chosen = [x for x, at in pairs if (at.is_alike and not at.partial) == copied]
+            _sum_in_place(chosen, data, deterministic=copied)
     if tensor is None:
         return
     shared = [(x, placement) for x, placement in pairs if placement.partial]
     wholes = [placement.spread(x, tensor.rank) for x, placement in shared]
     with tensor.agreed():
-        _sum_in_place(wholes, tensor)
+        _sum_in_place(wholes, tensor, deterministic=data.size > 1)
     for (x, placement), whole in zip(shared, wholes, strict=True):
         x.copy_(placement.take(whole, tensor.rank))
 
@@ -261,8 +260,8 @@ def clip_gradient_norm(
         also if several ranks hold it.
 
     Communication:
-        One agreement (32-byte all-reduce) and one all-reduce of one number over `tensor`; the same
-        over `stages`. No other agreement, also with `check="agree"`.
+        One agreement (32-byte all-reduce) and one all-reduce of one number, added in rank order,
+        over `tensor`; the same over `stages`. No other agreement, also with `check="agree"`.
 
     Raises:
         ValueError: max_norm is not above 0, or `parameters` is an iterator that yields none; or the
@@ -297,7 +296,7 @@ def clip_gradient_norm(
         total += torch.linalg.vector_norm(counted, dtype=torch.float64).square()
     for comm in (tensor, *others):
         with comm.agreed():
-            total = all_reduce(total, comm=comm)
+            total = all_reduce(total, comm=comm, deterministic=True)
     norm = float(total.sqrt())
     if not norm < torch.inf:
         raise ValueError(
@@ -391,10 +390,11 @@ def _listed(parameters: Placed) -> str:
     )
 
 
-def _sum_in_place(tensors: Sequence[Tensor], comm: Communicator) -> None:
+def _sum_in_place(tensors: Sequence[Tensor], comm: Communicator, *, deterministic: bool) -> None:
     """Replace each tensor by its sum over the ranks, with one all-reduce per dtype."""
     for dtype in sorted({x.dtype for x in tensors}, key=str):
         chosen = [x for x in tensors if x.dtype == dtype]
-        flat = all_reduce(torch.cat([x.reshape(-1) for x in chosen]), comm=comm)
+        flat = torch.cat([x.reshape(-1) for x in chosen])
+        flat = all_reduce(flat, comm=comm, deterministic=deterministic)
         for x, part in zip(chosen, flat.split([x.numel() for x in chosen]), strict=True):
             x.copy_(part.view_as(x))

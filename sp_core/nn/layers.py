@@ -243,7 +243,7 @@ class FeedForward(ReplicatedLayer):
         bias: whether the linear layers have a bias.
         chunk: how many tokens to compute at a time, at least 1; None for all. Of several chunks,
             backward computes each again, so the F features of only one exist at a time. If a
-            replaced sub-layer has buffers, those of all chunks are kept for backward.
+            replaced sub-layer has buffers, all tokens are computed at once.
         device, dtype: those of the weights.
 
     Raises:
@@ -284,8 +284,8 @@ class FeedForward(ReplicatedLayer):
 
         chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
         random = any(map(is_called, self.children()))  # a replaced sub-layer may have dropout
-        if random and [*self.buffers()]:  # a second call could find others
-            return torch.cat([*map(transform, chunks)]).view(x.shape)
+        if random and [*self.buffers()]:  # ranks with more chunks would change them more often
+            return transform(x)
         return tiled(transform, chunks, dim=0, reads=weights.values(), random=random).view(x.shape)
 
 
@@ -357,8 +357,9 @@ class TransformerBlock(nn.Module):
         Args:
             x, sharding: (B, S/P, E), and which rank holds which tokens; as in `SelfAttention`.
             mask: which query sees which key; None takes the mask of the constructor.
-            seed: needed and read only in training mode with dropout; equal on all ranks, and
-                0 <= seed < 2^61. Pass a different one to each block and in each training step.
+            seed: needed and read only in training mode with dropout; equal on the ranks of `comm`,
+                and 0 <= seed < 2^61. Pass a different one to each block, training step, micro-batch
+                and replica.
 
         Communication:
             Four agreements (32-byte all-reduces), for two norms, attention and feed-forward; with
@@ -375,8 +376,8 @@ class TransformerBlock(nn.Module):
             arguments.check(seed=0 if seed is None else seed)
             if seed is None or not 0 <= seed < 2**61:
                 raise ValueError(
-                    f"{seed=} was given; pass a number in [0, 2^61), equal on all ranks, because "
-                    "the block has dropout and is in training mode."
+                    f"{seed=} was given; pass a number in [0, 2^61), equal on the ranks of `comm`, "
+                    "because the block has dropout and is in training mode."
                 )
             return f"a block with dropout={self.dropout}, seed={seed}"
 

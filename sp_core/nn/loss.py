@@ -23,6 +23,7 @@ from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.attention import accumulation_dtype
 from sp_core.collectives.api import all_reduce, shift
+from sp_core.collectives.build import in_rank_order
 from sp_core.collectives.differentiable import reduce_from_group
 from sp_core.communicator import Communicator
 from sp_core.compiling import EagerFunction
@@ -162,13 +163,15 @@ def next_token_loss(
         One agreement (32-byte all-reduce) over `tensor` and one over `data`; the forward makes no
         other, also with `check="agree"`. Over `tensor` two all-reduces for each chunk, one of a
         number and one of two numbers per token. Over `data` an all-reduce of the loss, and one of
-        the count if `count` is None. If there are several chunks, the backward repeats the
+        the count if `count` is None. The loss is added in rank order if `tensor` has several ranks:
+        each sums it over its own `data`. If there are several chunks, the backward repeats the
         all-reduces over `tensor`.
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
-        ValueError: a label outside the vocabulary, no valid label on any rank, or
-            `count` or `chunk` below 1.
+        ValueError: a label outside the vocabulary, no valid label on any rank, `count` or `chunk`
+            below 1, or one of x and head was made in `torch.inference_mode()` and the other
+            requires a gradient.
         TypeError: `count` or `chunk` is no whole number.
         CollectiveMismatch: the labels or the number of tokens differ between ranks of `tensor`, or
             the dtypes, autocast, count, chunk or requires_grad between any ranks.
@@ -202,7 +205,9 @@ def next_token_loss(
         parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
         losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,))
         losses = losses.view_as(labels)
-        return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
+        mine = torch.where(valid, losses, 0.0).sum() / count
+        algorithm = in_rank_order(data) if tensor.size > 1 else "auto"
+        return reduce_from_group(mine, comm=data, algorithm=algorithm)
 
 
 def counted(valid: Tensor, data: Communicator) -> int:
@@ -298,6 +303,7 @@ def _check_loss(
     floats = [x] if head is None else [x, head]
     for given in (labels, *floats):
         arguments.check_tensor(given, comm)
+    arguments.check_kept(*floats)
     shape = tuple(x.shape[-1:]) * 2 if head is None else tuple(head.shape)
     if x.shape[:-1] != labels.shape or len(shape) != 2 or shape[1:] != x.shape[-1:] or 0 in shape:
         raise ShapeError(

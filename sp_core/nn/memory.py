@@ -84,6 +84,8 @@ def recomputed(
             )
         return function(*kept)
 
+    if torch.is_grad_enabled():  # autograd saves no tensor of inference mode
+        given = tuple(x.clone() if torch.is_tensor(x) and x.is_inference() else x for x in given)
     with set_checkpoint_early_stop(False):
         made = checkpoint(call, *given, use_reentrant=False, preserve_rng_state=random)
         return cast("Tensor", made)

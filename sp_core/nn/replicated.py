@@ -292,7 +292,8 @@ def check_hooks(module: nn.Module, own: object = None) -> None:
     """
     for name, weight in module.named_parameters():
         hooks = (weight._backward_hooks or {}).values()
-        if weight._post_accumulate_grad_hooks or any(hook != own for hook in hooks):
+        optimizers = getattr(weight, "_in_backward_optimizers", ())  # torch steps them in backward
+        if optimizers or weight._post_accumulate_grad_hooks or any(hook != own for hook in hooks):
             raise ValueError(
                 f"{name} has a hook on its gradient, which would see only this rank's part. Remove "
                 "it, and change gradients or step the optimizer after backward."

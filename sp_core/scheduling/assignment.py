@@ -11,18 +11,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Rational
 
 from sp_core.arguments import check, check_type, plain
 from sp_core.errors import ShapeError
 from sp_core.segments import split_ranges
 from sp_core.sharding import Sharding
-
-
-def wide(cost: float) -> float:
-    """Return a cost as an int, Fraction or float: sums of NumPy's short numbers would overflow."""
-    made: float = plain(cost) if isinstance(cost, Rational) else float(cost)
-    return made
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Work:
 
     def __post_init__(self) -> None:
         check("p", **vars(self))
-        vars(self).update({name: wide(x) for name, x in vars(self).items()})
+        vars(self).update({name: plain(x) for name, x in vars(self).items()})
         numbers = self.per_token, self.per_pair
         if not (_are_finite(numbers) and any(numbers)):
             raise ShapeError(
@@ -230,6 +223,7 @@ def balanced(
     """
     lengths, size = _checked(lengths, size)
     check(tolerance=tolerance)
+    tolerance = plain(tolerance)
     check_type("work", work, Work, "Pass Work(per_token, per_pair).")
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     # the greatest load exceeds the mean by less than the longest unshared sequence

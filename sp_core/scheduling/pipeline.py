@@ -19,7 +19,6 @@ from typing import Literal
 
 from sp_core import arguments
 from sp_core.errors import ShapeError
-from sp_core.scheduling.assignment import wide
 
 Direction = Literal["F", "B"]
 """Forward or backward."""
@@ -247,6 +246,7 @@ def picture(shown: Timeline, unit: float = 1.0) -> str:
         TypeError: `unit` is no finite number above 0.
     """
     arguments.check(unit=unit)
+    unit = arguments.plain(unit)
     names = [_name(slot) for slots in shown.stages for slot, _, _ in slots]
     cell = max(map(len, names), default=1) + 1
     lines = []
@@ -294,7 +294,7 @@ def split_stages(
         raise ShapeError(
             f"{stages} stages were asked for, for {count} layers; each stage needs one. {remedy}"
         )
-    costs = [wide(x) for x in (*layers, first, last)]
+    costs = [arguments.plain(x) for x in (*layers, first, last)]
     if wrong := [x for x in costs if not 0 <= x < math.inf]:
         raise ShapeError(f"costs of {wrong[:3]} were given; pass finite costs >= 0.")
     exact = [*map(Fraction, costs)]  # add up whole numbers of a unit: Fractions are slow

@@ -30,13 +30,15 @@ SUPPRESSED = (
     HealthCheck.large_base_example,
     HealthCheck.function_scoped_fixture,
 )
+_GIVEN = os.environ.get("SP_EXAMPLES") or "5000"
+_EXPLORED = int(_GIVEN) if _GIVEN.isdecimal() else 0
 _OWN: dict[str, dict[str, Any]] = {
     "pr": {"derandomize": True, "max_examples": 60, "database": None},
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
     # brief and soak also reduce a number that a test itself names
     "brief": {"derandomize": True, "max_examples": 6, "database": None},
     "soak": {"derandomize": False, "max_examples": 3, "database": None},
-    "explore": {"derandomize": False, "max_examples": int(os.environ.get("SP_EXAMPLES") or 5000)},
+    "explore": {"derandomize": False, "max_examples": _EXPLORED or 5000},
 }
 _TAKEN_FROM_TEST = (
     "max_examples",
@@ -80,7 +82,8 @@ def load(named: str | None) -> bool:
         Whether the profile in use is one of this module that draws different examples in every run.
 
     Raises:
-        ValueError: SP_PROFILE names no profile of this module.
+        ValueError: SP_PROFILE names no profile of this module, or SP_EXAMPLES is no number above 0
+            and the profile in use is `explore`.
     """
     wanted = os.environ.get("SP_PROFILE") or DEFAULT
     if wanted not in _OWN:
@@ -88,6 +91,8 @@ def load(named: str | None) -> bool:
     settings.load_profile(wanted)
     used = named or wanted
     is_ours = used in _PROFILES and settings.get_profile(used) is _PROFILES[used]
+    if is_ours and used == "explore" and not _EXPLORED:
+        raise ValueError(f"SP_EXAMPLES={_GIVEN!r} was given. Set it to a whole number above 0.")
     return is_ours and not _OWN[used]["derandomize"]
 
 

@@ -311,13 +311,16 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
 
     Communication:
         The ranks connect through the default group's store. The store counts the calls of each
-        rank, so that a later communicator of the same ranks has a different name.
+        rank, so that a later communicator of the same ranks has a different name. torchrun may keep
+        its store over restarts. With one agent, each attempt has counts of its own.
 
     Raises:
         RankError: this rank is not in `ranks`.
         PeerFailed: the ranks cannot connect within the limit, or torch's store has ended.
     """
-    rank, name = distributed.get_rank(), f"sp_core/{','.join(map(str, ranks))}"
+    is_one_agent = os.environ.get("GROUP_WORLD_SIZE") == "1"  # else restart counts may differ
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if is_one_agent else ""
+    rank, name = distributed.get_rank(), f"sp_core{attempt}/{','.join(map(str, ranks))}"
     if rank not in ranks:
         raise RankError(
             f"rank {rank} is not one of the ranks {list(ranks)} of this mesh. Make the mesh on its "

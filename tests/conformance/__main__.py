@@ -86,7 +86,12 @@ def _tried(
         for adapter in dict.fromkeys(one.adapter for one in libraries):
             same = [one for one in libraries if one.adapter == adapter]
             put_on_trial(same, ranks, limits, found)
-            planted += _planted({one.name for one in same}, ranks[0], limits)
+            names = {one.name for one in same}
+            planted += [
+                _planted(number, ranks[0], limits)
+                for number, fault in enumerate(FAULTS)
+                if fault.library in names
+            ]
             print(", ".join(one.name for one in same), flush=True)
     except KeyboardInterrupt:
         faults.append("interrupted: what is missing was not tried")
@@ -95,34 +100,23 @@ def _tried(
     return found, planted, faults
 
 
-def _planted(libraries: set[str], size: int, limits: Limits) -> list[dict[str, Any]]:
-    """Plant the faults of these libraries one by one; return each fault and its verdict."""
-    found = []
-    for number, fault in enumerate(FAULTS):
-        if fault.library in libraries:
-            said = {name: getattr(fault, name) for name in ("library", "capability", "what")}
-            verdict = try_planted(number, size, limits)
-            kept = {
-                name: verdict.get(name) for name in ("verdict", "examples", "result", "relative")
-            }
-            found.append({**said, "ranks": [size], **kept})
-    return found
+def _planted(number: int, size: int, limits: Limits) -> dict[str, Any]:
+    """Plant the fault FAULTS[number]; return the fault and its verdict."""
+    fault, verdict = FAULTS[number], try_planted(number, size, limits)
+    said = {name: getattr(fault, name) for name in ("library", "capability", "what")}
+    kept = {name: verdict.get(name) for name in ("verdict", "examples", "result", "relative")}
+    return {**said, "ranks": [size], **kept}
 
 
 def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
     """Return the verdicts of a library by capability, also those that its documentation gives."""
     said = library.excluded()
-    column: dict[str, Any] = {}
-    for capability in library.subject.CAPABILITIES:
-        if capability in said:
-            column[capability] = said[capability]
-        elif not version:
-            column[capability] = {"verdict": "not installed"}
-        else:
-            known = library.known.get(capability)
-            tried = found.get((library.name, capability), {"verdict": "not tried"})
-            column[capability] = {**tried, **({"known": known} if known else {})}
-    return column
+    known = {name: {"known": text} for name, text in library.known.items() if version}
+    untried = {"verdict": "not tried" if version else "not installed"}
+    return {
+        name: said.get(name) or found.get((library.name, name), untried) | known.get(name, {})
+        for name in library.subject.CAPABILITIES
+    }
 
 
 def _show_alone(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from mpi4py import MPI
 from studies.records import add_line
 
 from conformance.gloo import Gloo
@@ -28,8 +29,6 @@ RIGHT_GRADIENTS: set[str] = set(SETTING["right_gradients"])
 @pytest.fixture(scope="module")
 def gloo() -> Gloo:
     """Return the process group of this launch."""
-    from mpi4py import MPI
-
     torch.set_num_threads(1)
     longest = max(named(name).patience for name, _ in SETTING["cells"])
     return Gloo(FOLDER, MPI.COMM_WORLD, longest * SETTING["patience"])
@@ -39,8 +38,6 @@ def gloo() -> Gloo:
 @pytest.mark.parametrize(("name", "capability"), SETTING["cells"])
 def test_cell(gloo: Gloo, name: str, capability: str) -> None:
     """Compute gradients only if "backward" passed, so that its fault shows in one cell alone."""
-    from mpi4py import MPI
-
     world = MPI.COMM_WORLD
     library = named(name)
     subject = library.subject

@@ -138,7 +138,7 @@ def markdown(document: Mapping[str, Any]) -> list[str]:
             named(r["commit"]) if "commit" in r else "not recorded",
             r["seconds"],
             f"{r['patience']:g}",
-            _machine(r),
+            f"{r['cores']} cores, Python {r['python']}, torch {r['torch']} on CPU, {r['mpi']}",
         )
         for n, r in enumerate(runs, 1)
     ]
@@ -188,12 +188,6 @@ def _matrix(
 def _ranks(column: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(
         map(str, sorted({size for verdict in column.values() for size in verdict.get("ranks", ())}))
-    )
-
-
-def _machine(run: Mapping[str, Any]) -> str:
-    return (
-        f"{run['cores']} cores, Python {run['python']}, torch {run['torch']} on CPU, {run['mpi']}"
     )
 
 

@@ -128,7 +128,7 @@ def uniform(seed: int, places: Sequence[Sequence[int]]) -> Tensor:
     `places` has for each dimension the global indices of the part. The result has the counts of
     these as its shape. An element's number is the seed, mixed with one index after the other.
     """
-    state = mixed(np.array(seed, dtype=np.uint64)[None])[0]
+    state = mixed(np.array([seed], dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))[0]
     for place in places:
         state = mixed(state[..., None] + np.array([int(n) for n in place], dtype=np.uint64))
     return torch.from_numpy((state & np.uint64(2**53 - 1)).astype(np.float64) / 2**53)

@@ -13,7 +13,6 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import sp_core as sp
@@ -118,30 +117,6 @@ def program() -> Any:
     return SimpleNamespace(**runpy.run_path(str(FSDP)))
 
 
-def test_gradients_under_fsdp2_beside_a_ring_are_those_of_one_process() -> None:
-    fsdp, size, chance = program(), distributed.get_world_size(), torch.Generator().manual_seed(1)
-    tokens, labels = torch.randint(fsdp.VOCABULARY, (2, 2, fsdp.SEQ_LEN), generator=chance)
-    dp = 2 - size % 2
-    with sp.Mesh(None, dp=dp, ring=size // dp) as mesh:
-        found: list[list[torch.Tensor]] = []
-        for comm, rows in (
-            (mesh[()], slice(None)),
-            (mesh["ring"], slice(mesh["dp"].rank, None, dp)),
-        ):
-            sharding = sp.Sharding.zigzag(seq_len=fsdp.SEQ_LEN, size=comm.size)
-            torch.manual_seed(2)  # the same weights on every rank
-            model = fsdp.Model(comm, sharding).double()
-            if comm is mesh["ring"]:
-                fully_shard(model, mesh=mesh.to_device_mesh())
-            mine, own = (sharding.shard(x[rows], comm.rank, 1) for x in (tokens, labels))
-            loss = cross_entropy(model(mine).mT, own, reduction="sum")
-            (loss * (size if comm is mesh["ring"] else 1)).backward()
-            grads = [weight.grad for weight in model.parameters()]
-            found.append([getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in grads])
-    for alone, sharded in zip(*found, strict=True):
-        torch.testing.assert_close(sharded, alone)
-
-
 class Blocks(nn.Module):
     """A layer of torch before one that sums its gradients over the ranks of a sequence."""
 
@@ -175,17 +150,27 @@ def backward_under_fsdp(model: Blocks, tokens: torch.Tensor, mesh: sp.Mesh) -> l
     return [shard.full_tensor() for shard in shards]
 
 
-@pytest.mark.parametrize("backward", [backward_under_ddp, backward_under_fsdp])
+def backward_of_the_example(model: Any, tokens: torch.Tensor, mesh: sp.Mesh) -> list[Any]:
+    """Return the gradients, by the recipe of the example: FSDP over replicas and ring."""
+    fully_shard(model, mesh=mesh.to_device_mesh())
+    (model(tokens).square().sum() * distributed.get_world_size()).backward()
+    return [weight.grad.full_tensor() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "backward", [backward_under_ddp, backward_under_fsdp, backward_of_the_example]
+)
 def test_gradients_of_layers_under_data_parallelism_are_those_of_one_process(backward: Any) -> None:
-    """DDP or FSDP sums over the replicas, a block over the ring, and the program the rest."""
+    """DDP or FSDP sums over replicas, a block or FSDP over the ring, and the program the rest."""
     size, tokens = distributed.get_world_size(), torch.arange(48).square().remainder(8).view(2, 24)
+    kind = program().Model if backward is backward_of_the_example else Blocks
     dp = 2 - size % 2
     with sp.Mesh(None, dp=dp, ring=size // dp) as mesh:
         found = []
         for ring, rows in ((mesh[()], tokens), (mesh["ring"], tokens[mesh["dp"].rank :: dp])):
             sharding = sp.Sharding.zigzag(seq_len=24, size=ring.size)
             torch.manual_seed(2)  # the same weights on every rank
-            model = Blocks(ring, sharding).double()
+            model = kind(ring, sharding).double()
             mine = sharding.shard(rows, ring.rank, 1)
             if ring is mesh["ring"]:
                 found.append(backward(model, mine, mesh))

@@ -1,8 +1,11 @@
 """Run tests that must fail, and check their reports."""
 
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -25,6 +28,13 @@ def leads() -> bool:
     return session.current.control is None or session.current.control.rank == 0
 
 
+def finish(*requests: Any) -> None:
+    """Wait for requests as the library does: test each one until it is complete."""
+    for request in requests:
+        while request is not None and not request.Test():
+            time.sleep(0)
+
+
 def failure_of(test: Callable[[], None]) -> str:
     """Run a test that must fail on every rank; return class and text of the failure."""
     with pytest.raises(RankFailure) as caught:
@@ -37,10 +47,31 @@ def assert_told(text: str, *said: str) -> None:
     assert not leads() or [words for words in said if words not in text] == []
 
 
-def as_two(zero: Callable[[Any], Any], one: Callable[[Any], Any]) -> str:
-    """Return the failure of a test in which rank 0 calls `zero` and rank 1 calls `one`."""
+@spmd(2)
+def assert_clean(comm: Any) -> None:
+    """Check that no message of a failed example arrives in the next one."""
+    sent, received = np.arange(2.0), np.zeros(2)
+    comm.Sendrecv(sent + comm.rank, 1 - comm.rank, 0, received, 1 - comm.rank, 0)
+    assert received.tolist() == (sent + 1 - comm.rank).tolist()
+
+
+def assert_fails(test: Callable[[], None], name: str, *said: str) -> str:
+    """Assert that a test fails by an error of this class (a pattern), says this, and is cleaned up.
+
+    Returns:
+        The class and the text of the failure.
+    """
+    text = failure_of(test)
+    assert_clean()  # on every rank, so before the asserts that only rank 0 can fail
+    assert re.match(rf"RankFailure\[({name})", text), text
+    assert_told(text, *said)
+    return text
+
+
+def as_two(zero: Callable[[Any], Any], one: Callable[[Any], Any]) -> Callable[[], None]:
+    """Return a test in which rank 0 calls `zero` and rank 1 calls `one`."""
 
     def body(comm: Any) -> None:
         (one if comm.rank else zero)(comm)
 
-    return failure_of(spmd(2)(body))
+    return spmd(2)(body)

@@ -255,6 +255,7 @@ WRONG: dict[str, tuple[str, Call]] = {
     "aliasing": ("share memory", lambda c: c.Allreduce(*[sent()] * 2)),
     "nothing to gather": ("needs a datatype, got None alone", lambda c: c.Gather(None, sent(4))),
     "no such root": ("root 2 is not one of the 2 ranks", lambda c: c.Bcast(sent(), 2)),
+    "no such root of an object": ("root 9 is not one of the 2 ranks", lambda c: c.bcast(0, 9)),
     "no such rank": (
         "rank 5 is not one of the 2 ranks",
         lambda c: c.announce_exchange(sends=[(5, 8)]),

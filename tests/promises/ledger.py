@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.agreement import DIGEST_BYTES, RECORD_BYTES
+from sp_core.collectives.build import in_rank_order
 from sp_core.nn import gradients, loss
+from sp_core.programs import cost, operation, program_of
 
 MESSAGES = ("shift", "ring", "pipeline", "tied")
 """Operations whose point-to-point messages are counted; of all others the calls are counted."""
@@ -99,6 +101,11 @@ class Scene:
     def of_others(self, elements: int) -> int:
         """Return the bytes of the other ranks' parts of `elements` elements."""
         return 4 * elements * (self.size - 1) // self.size
+
+    def in_rank_order(self) -> int:
+        """Return the bytes of an all-reduce of one float64 that adds in rank order."""
+        one = operation("all_reduce", self.rank, self.size, (1,), itemsize=8)
+        return cost(program_of(one, in_rank_order(self.comm)), torch.float64).bytes_sent
 
     def parallel(self, kind: Any, inputs: int, outputs: int, sharding: sp.Sharding) -> Any:
         """Return a parallel linear layer."""
@@ -264,7 +271,7 @@ def _(scene: Scene) -> None:
         with scene.sends(agreements=1, all_reduce=sums):
             gradients.reduce_gradients(weights, data=data, tensor=tensor)
         stages = None if tensor is scene.comm else scene.comm
-        with scene.sends(agreements=1, all_reduce=(1, 8)):
+        with scene.sends(agreements=1, all_reduce=(1, scene.in_rank_order())):
             gradients.clip_gradient_norm(weights, 1.0, tensor=tensor, stages=stages)
 
 

@@ -1,5 +1,6 @@
 """List wrong calls of decoders, generation, prefills and saves, with the error of each."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,9 @@ from sp_core.llama import Decoder, Llama, generate, prefill_unequal
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.llama.train import backward
 from sp_core.scheduling import Assignment, Work, balanced
+
+with warnings.catch_warnings(action="ignore"):  # it uses torch.jit
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
 PLAN = balanced([3, 2], 2, Work(1, 1))
 TEXTS = [[1, 2, 3], [4, 5]]
@@ -84,6 +88,11 @@ def linear(model: Llama, name: str) -> None:
 def watched(model: Llama, name: str) -> None:
     """Register a hook on a part of a model."""
     model.get_submodule(name).register_forward_pre_hook(lambda part, given: None)
+
+
+def stepping(model: Llama) -> None:
+    """Let the backward step an optimizer of a weight."""
+    _apply_optimizer_in_backward(torch.optim.SGD, model.norm.parameters(), {"lr": 1.0})
 
 
 @later
@@ -211,6 +220,11 @@ ON_ONE_RANK: Table = {
             )
             for name in names
         },
+        "a backward that steps an optimizer": (
+            ValueError,
+            "norm.weight has a hook on its gradient, which",
+            converted(CALLS["backward"], stepping),
+        ),
         **{
             f"a {how} layer with a hook in it": (
                 TypeError,

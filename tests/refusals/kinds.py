@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import sp_core as sp
+from sp_core.nn.loss import next_token_loss
 from sp_core.schemes import SCHEMES
 
 ANY: Any = None
@@ -101,6 +102,13 @@ MADE_INSIDE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
 LEARNING: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     **{name: USES[name] for name in ("ColumnParallelLinear", "RowParallelLinear")},
     "FeedForward": lambda x, mesh: sp.FeedForward(4, comm=comm_of(mesh))(x),
+    "next_token_loss": lambda x, mesh: next_token_loss(
+        x,
+        torch.zeros(1, 2, 2, dtype=torch.int64),
+        tensor=comm_of(mesh),
+        data=mesh[()],
+        head=torch.ones(5, 4, requires_grad=True),
+    ),
     "ring_attention of a query that learns": lambda x, mesh: sp.ring_attention(
         torch.ones_like(x, requires_grad=True),
         *(x, x),

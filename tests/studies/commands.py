@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.launching import ROOT as ROOT, process
@@ -75,6 +75,19 @@ def printed(
             code = started.wait(seconds)
         file.seek(0)
         return code, file.read()
+
+
+def output_of(
+    arguments: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str],
+    seconds: float,
+    codes: Collection[int] = (0,),
+) -> str:
+    """Run a command as `printed` does. Return its output; fail unless its exit code is allowed."""
+    code, text = printed(arguments, folder, variables, seconds)
+    assert code in codes, f"exit code {code}\n{text}"
+    return text
 
 
 def mpi_library() -> str:

@@ -247,7 +247,7 @@ def heat(
     for name, runner in runners.items():
         counters.reset()
         runner.call()
-        error = max(world.allgather(error_of(runner.result(), wanted)))
+        error = float(np.max(world.allgather(error_of(runner.result(), wanted))))
         scratch[name] = max(world.allgather(runner.scratch()))
         if not error <= (1.0 if name.startswith("bf16") else EXACT):
             raise RuntimeError(
