@@ -1,11 +1,12 @@
 """Make small LLaMA models with random weights, on every mesh of up to four ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from oracle import reference
+from oracle.once import once
 from oracle.strategies import seeds
 from torch import Tensor, nn
 
@@ -98,6 +99,10 @@ class Case:
             for name, shape in self._shapes().items()
         }
 
+    def kept_weights(self) -> dict[str, Tensor]:
+        """Return `weights`, made once for all ranks. No caller may change them."""
+        return once(("weights", replace(self, stops=())), self.weights)
+
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         e, f, (h, k) = self.hidden, self.ffn, (head * self.head_dim for head in self.heads)
         layer: dict[str, tuple[int, ...]] = {
@@ -125,8 +130,8 @@ class Case:
         }
 
     def model(self, mesh: sp.Mesh, scheme: str | None = None, *, tp_sp: bool = False) -> Llama:
-        hybrid = scheme == "hybrid" and not {"ring", "ulysses"} <= set(mesh.axes)
-        grid, weights = Grid.of(mesh, None if hybrid else scheme), self.weights()
+        """Return the model over a mesh, each rank with its part of the weights."""
+        grid, weights = Grid.of(mesh, scheme), self.kept_weights()
         model = Llama(self.config, grid, dtype=getattr(torch, self.dtype), tp_sp=tp_sp)
         model.fill(lambda name, placement: placement.take(weights[name], grid.tensor.rank))
         if self.seed % 2:  # the state in which a `Decoder` leaves a model

@@ -147,29 +147,28 @@ LEAVING: list[tuple[list[tuple[str, str]], str]] = [
 ]
 
 
+@pytest.mark.mpi_skip
 @pytest.mark.parametrize(("acts", "text"), LEAVING)
-def test_ranks_are_told_who_leaves(acts: list[tuple[str, str]], text: str) -> None:
-    def body(comm: Any) -> None:
-        act, words = acts[comm.rank]
-        mesh = sp.Mesh(comm, a=3)
-        group = mesh["a"]
-        if act == "leave":
-            group.decline(words)
-            return
+@spmd(3)
+def test_ranks_are_told_who_leaves(comm: Any, acts: list[tuple[str, str]], text: str) -> None:
+    act, words = acts[comm.rank]
+    mesh = sp.Mesh(comm, a=3)
+    group = mesh["a"]
+    if act == "leave":
+        group.decline(words)
+        return
 
-        def call() -> Any:
-            if act == "refuse":
-                raise sp.ShapeError(words)
-            return words
+    def call() -> Any:
+        if act == "refuse":
+            raise sp.ShapeError(words)
+        return words
 
-        with pytest.raises(sp.RankError) as caught:
-            {"free": group.free, "end": mesh.free}.get(act, partial(group.agree_on, call))()
-        assert str(caught.value) == text
-        has_left = isinstance(caught.value, sp.PeerFailed)
-        assert has_left == text.startswith("rank")
-        assert bool(vars(caught.value)[AGREED]) == (has_left or comm.rank > 0)
-
-    run_threads(3, body)
+    with pytest.raises(sp.RankError) as caught:
+        {"free": group.free, "end": mesh.free}.get(act, partial(group.agree_on, call))()
+    assert str(caught.value) == text
+    has_left = isinstance(caught.value, sp.PeerFailed)
+    assert has_left == text.startswith("rank")
+    assert bool(vars(caught.value)[AGREED]) == (has_left or comm.rank > 0)
 
 
 @pytest.mark.parametrize("axes", [{"a": 3}, {"b": 1, "a": 3}])
@@ -264,21 +263,17 @@ def test_no_agreement_is_tested_once_the_program_has_finalized_mpi(
     assert (found.kept, question.test.called) == ([], False)
 
 
-def test_last_agreements_behind_an_open_one_begin_in_the_order_in_which_they_were_made() -> None:
+@pytest.mark.mpi_skip
+@spmd(1)
+def test_last_agreements_begin_in_the_order_in_which_they_were_made(comm: Any) -> None:
     """Each rank tests them at its own times. MPI matches them in the order in which they begin."""
-
-    def body(comm: Any) -> None:
-        one, interrupted = agreement.Control(comm), Mock(**{"test.return_value": False})
-        one.open.append(interrupted)
-        controls = one, agreement.Control(comm, one)
-        first, second = (
-            x for control in controls for x in control.leave("", agreement.State.FREES)
-        )
-        interrupted.test.return_value = True
-        assert not first.requests
-        assert second.test() == bool(first.requests) == first.test()
-
-    run_threads(1, body)
+    one, interrupted = agreement.Control(comm), Mock(**{"test.return_value": False})
+    one.open.append(interrupted)
+    controls = one, agreement.Control(comm, one)
+    first, second = (x for control in controls for x in control.leave("", agreement.State.FREES))
+    interrupted.test.return_value = True
+    assert not first.requests
+    assert second.test() == bool(first.requests) == first.test()
 
 
 @spmd(1, 2, 3)

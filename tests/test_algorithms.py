@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit.carriers import CARRIERS
+from kit.meshed import meshed
 from oracle.collective_cases import DTYPES, NEEDED, Case, cases, part_of
 from oracle.proof import replay
 from oracle.schedule_cases import FLOATS, SUMS, Vectors, pieces, vectors
@@ -225,55 +226,55 @@ def test_sends_need_not_be_complete_where_the_result_has_memory_of_its_own() -> 
     algorithm=st.sampled_from(ALGORITHMS["all_reduce"]),
     seed=st.integers(0, 99),
 )
-def test_greatest_and_least_with_nan(comm: Any, dtype: str, algorithm: str, seed: int) -> None:
+@meshed()
+def test_greatest_and_least_with_nan(mesh: sp.Mesh, dtype: str, algorithm: str, seed: int) -> None:
     """One rank's tensor lies in memory as torch's images do."""
-    draws = torch.randn(comm.size, 27, generator=torch.Generator().manual_seed(seed))
-    draws[seed % comm.size, seed % 27] = torch.nan
+    draws = torch.randn(mesh.size, 27, generator=torch.Generator().manual_seed(seed))
+    draws[seed % mesh.size, seed % 27] = torch.nan
     every = draws.view(-1, 3, 3, 1, 3).to(getattr(torch, dtype))
-    is_image = comm.rank == seed % comm.size
+    is_image = mesh.rank == seed % mesh.size
     layout = torch.channels_last if is_image else torch.contiguous_format
-    own = every[comm.rank].to(memory_format=layout)
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        if algorithm == "window":
-            use_window(mesh["sp"])
-        for name, op in product((algorithm, "mpi"), ("max", "min")):
-            found = sp.all_reduce(own, comm=mesh["sp"], op=op, algorithm=name)
-            made = sp.plan("all_reduce", x := torch.zeros_like(own), comm=mesh["sp"], op=op)
-            x.copy_(own)
-            wanted = getattr(every, f"a{op}")(0)
-            for result in (found, made.run()):
-                torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
+    own = every[mesh.rank].to(memory_format=layout)
+    if algorithm == "window":
+        use_window(mesh["sp"])
+    for name, op in product((algorithm, "mpi"), ("max", "min")):
+        found = sp.all_reduce(own, comm=mesh["sp"], op=op, algorithm=name)
+        made = sp.plan("all_reduce", x := torch.zeros_like(own), comm=mesh["sp"], op=op)
+        x.copy_(own)
+        wanted = getattr(every, f"a{op}")(0)
+        for result in (found, made.run()):
+            torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("op", "algorithm"), [*CALLS, *IN_PLACE])
 @spmd(1, 2)
+@meshed(transport="window")
 def test_a_tensor_with_the_negative_bit_is_sent_with_its_sign(
-    comm: Any, op: str, algorithm: str
+    mesh: sp.Mesh, op: str, algorithm: str
 ) -> None:
     """Such a tensor, as of `x.conj().imag`, has the opposite sign in memory. A plan reads anew."""
     arguments = NEEDED.get(op, {})
-    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        for rows in (comm.size, 1):  # an all-to-all packs its pieces, but not a single row
-            values = torch.arange(1.0, 1 + 2 * rows * comm.size).view(comm.size * 2, rows)
-            given = partial(getattr(sp, op), comm=mesh["sp"], algorithm=algorithm, **arguments)
-            wanted = given(-values)
-            negative = torch._neg_view(values.clone())
-            assert torch.equal(given(negative), wanted)
-            negative.copy_(-values)
-            plan = sp.plan(op, negative, comm=mesh["sp"], algorithm=algorithm, **arguments)
-            negative.copy_(-values * 2)
-            assert torch.equal(plan.run(), wanted * 2)
+    for rows in (mesh.size, 1):  # an all-to-all packs its pieces, but not a single row
+        values = torch.arange(1.0, 1 + 2 * rows * mesh.size).view(mesh.size * 2, rows)
+        given = partial(getattr(sp, op), comm=mesh["sp"], algorithm=algorithm, **arguments)
+        wanted = given(-values)
+        negative = torch._neg_view(values.clone())
+        assert torch.equal(given(negative), wanted)
+        negative.copy_(-values)
+        plan = sp.plan(op, negative, comm=mesh["sp"], algorithm=algorithm, **arguments)
+        negative.copy_(-values * 2)
+        assert torch.equal(plan.run(), wanted * 2)
 
 
 @spmd(1, 2)
-def test_keys_with_the_negative_bit_keep_their_sign(comm: Any) -> None:
-    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-        for scheme in SCHEMES.values():
-            q = torch.rand(1, 2, comm.size, 4)
-            k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).copy_(q) for _ in "kv")
-            attend: Any = partial(scheme, comm=mesh["sp"], sharding=sharding)
-            assert torch.equal(attend(q, torch._neg_view(k), torch._neg_view(v)), attend(q, -k, -v))
+@meshed(transport="window")
+def test_keys_with_the_negative_bit_keep_their_sign(mesh: sp.Mesh) -> None:
+    sharding = sp.Sharding.contiguous(2 * mesh.size, mesh.size)
+    for scheme in SCHEMES.values():
+        q = torch.rand(1, 2, mesh.size, 4)
+        k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).copy_(q) for _ in "kv")
+        attend: Any = partial(scheme, comm=mesh["sp"], sharding=sharding)
+        assert torch.equal(attend(q, torch._neg_view(k), torch._neg_view(v)), attend(q, -k, -v))
 
 
 @spmd(2)

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from kit.meshed import meshed
 from refusals.kinds import LEARNING, USES, attended, kept as of_inference_mode
 from torch import Tensor
 
@@ -46,14 +47,14 @@ def test_the_global_map_has_right_first_and_second_derivatives(name: str) -> Non
 
 @pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
 @spmd(1, 3)
-def test_a_result_may_be_changed_in_place(comm: Any, name: str) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        x = torch.ones(2, 3, requires_grad=True)
-        plain = DIFFERENTIABLE[name](x, mesh["sp"])
-        doubled = DIFFERENTIABLE[name](x, mesh["sp"]).mul_(2)
-        assert torch.equal(doubled, 2 * plain)
-        (once,), (twice,) = (torch.autograd.grad(y.sum(), x) for y in (plain, doubled))
-        assert torch.equal(twice, 2 * once)
+@meshed()
+def test_a_result_may_be_changed_in_place(mesh: sp.Mesh, name: str) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    plain = DIFFERENTIABLE[name](x, mesh["sp"])
+    doubled = DIFFERENTIABLE[name](x, mesh["sp"]).mul_(2)
+    assert torch.equal(doubled, 2 * plain)
+    (once,), (twice,) = (torch.autograd.grad(y.sum(), x) for y in (plain, doubled))
+    assert torch.equal(twice, 2 * once)
 
 
 COUNTED_ONCE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
@@ -68,65 +69,65 @@ COUNTED_ONCE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
 
 @pytest.mark.parametrize("name", sorted(DIFFERENTIABLE | COUNTED_ONCE))
 @spmd(1, 3)
-def test_the_gradient_of_a_leaf_has_memory_of_its_own(comm: Any, name: str) -> None:
+@meshed()
+def test_the_gradient_of_a_leaf_has_memory_of_its_own(mesh: sp.Mesh, name: str) -> None:
     """Torch adds later gradients to it in place, and so may the caller."""
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        call = (DIFFERENTIABLE | COUNTED_ONCE)[name]
-        a, b, c = leaves = [torch.ones(2, 3, requires_grad=True) for _ in range(3)]
-        upstream = torch.ones_like(call(a, mesh["sp"]))
-        (one,) = torch.autograd.grad(call(a, mesh["sp"]), a, upstream)
-        call(c, mesh["sp"]).backward(upstream)
-        for number in (1, 2, 3):
-            (call(a, mesh["sp"]) + call(b, mesh["sp"])).backward(upstream)
-            found = [cast("Tensor", leaf.grad) for leaf in leaves]
-            assert torch.equal(torch.stack(found), torch.stack([number * one, number * one, one]))
-        for grad in found:
-            grad.add_(1)
-        assert torch.equal(torch.stack(found), torch.stack([3 * one, 3 * one, one]) + 1)
-        again = upstream.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(call(a, mesh["sp"]), a, again, create_graph=True)
-        (one,) = torch.autograd.grad(grad, again, later := torch.ones_like(grad), retain_graph=True)
-        for _ in range(3):
-            grad.backward(later, retain_graph=True)
-        assert upstream.eq(1).all()
-        assert later.eq(1).all()
-        assert torch.equal(cast("Tensor", again.grad), 3 * one)
+    call = (DIFFERENTIABLE | COUNTED_ONCE)[name]
+    a, b, c = leaves = [torch.ones(2, 3, requires_grad=True) for _ in range(3)]
+    upstream = torch.ones_like(call(a, mesh["sp"]))
+    (one,) = torch.autograd.grad(call(a, mesh["sp"]), a, upstream)
+    call(c, mesh["sp"]).backward(upstream)
+    for number in (1, 2, 3):
+        (call(a, mesh["sp"]) + call(b, mesh["sp"])).backward(upstream)
+        found = [cast("Tensor", leaf.grad) for leaf in leaves]
+        assert torch.equal(torch.stack(found), torch.stack([number * one, number * one, one]))
+    for grad in found:
+        grad.add_(1)
+    assert torch.equal(torch.stack(found), torch.stack([3 * one, 3 * one, one]) + 1)
+    again = upstream.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(call(a, mesh["sp"]), a, again, create_graph=True)
+    (one,) = torch.autograd.grad(grad, again, later := torch.ones_like(grad), retain_graph=True)
+    for _ in range(3):
+        grad.backward(later, retain_graph=True)
+    assert upstream.eq(1).all()
+    assert later.eq(1).all()
+    assert torch.equal(cast("Tensor", again.grad), 3 * one)
 
 
 @spmd(1, 2, 3)
-def test_copies_of_many_tensors_have_all_derivatives_of_copies_of_one(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        leaves = [
-            torch.arange(2.0, dtype=dtype).requires_grad_()
-            for dtype in (torch.float64, torch.float32, torch.float64)
-        ]
-        found = []
-        for copies in (
-            sp.copy_all_to_group(leaves, comm=mesh["sp"]),
-            [sp.copy_to_group(x, comm=mesh["sp"]) for x in leaves],
-        ):
-            total = torch.cat([*copies]).pow(3).sum() * (1 + comm.rank)
-            for _ in range(3):
-                found.append(torch.cat(torch.autograd.grad(total, leaves, create_graph=True)))
-                total = found[-1].square().sum()
-        assert all(x.any() for x in found)
-        assert torch.equal(torch.stack(found[:3]), torch.stack(found[3:]))
+@meshed()
+def test_copies_of_many_tensors_have_all_derivatives_of_copies_of_one(mesh: sp.Mesh) -> None:
+    leaves = [
+        torch.arange(2.0, dtype=dtype).requires_grad_()
+        for dtype in (torch.float64, torch.float32, torch.float64)
+    ]
+    found = []
+    for copies in (
+        sp.copy_all_to_group(leaves, comm=mesh["sp"]),
+        [sp.copy_to_group(x, comm=mesh["sp"]) for x in leaves],
+    ):
+        total = torch.cat([*copies]).pow(3).sum() * (1 + mesh.rank)
+        for _ in range(3):
+            found.append(torch.cat(torch.autograd.grad(total, leaves, create_graph=True)))
+            total = found[-1].square().sum()
+    assert all(x.any() for x in found)
+    assert torch.equal(torch.stack(found[:3]), torch.stack(found[3:]))
 
 
 @pytest.mark.parametrize("name", ["local", *SCHEMES, "ColumnParallelLinear", "RowParallelLinear"])
 @spmd(2)
-def test_a_second_derivative_is_refused(comm: Any, name: str) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        x = torch.ones(1, 2, 2, 4, requires_grad=True)
-        if name in SCHEMES:
-            out = attended(name, x, mesh)[0]
-        else:
-            out = sp.local_attention(x, x, x)[0] if name == "local" else USES[name](x, mesh)
-        upstream = torch.ones_like(out).requires_grad_()
-        (grad,) = torch.autograd.grad(out, x, upstream, create_graph=True)
-        for cause in (x, upstream):
-            with pytest.raises(RuntimeError, match="differentiable once"):
-                torch.autograd.grad(grad.sum(), cause, retain_graph=True)
+@meshed()
+def test_a_second_derivative_is_refused(mesh: sp.Mesh, name: str) -> None:
+    x = torch.ones(1, 2, 2, 4, requires_grad=True)
+    if name in SCHEMES:
+        out = attended(name, x, mesh)[0]
+    else:
+        out = sp.local_attention(x, x, x)[0] if name == "local" else USES[name](x, mesh)
+    upstream = torch.ones_like(out).requires_grad_()
+    (grad,) = torch.autograd.grad(out, x, upstream, create_graph=True)
+    for cause in (x, upstream):
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(grad.sum(), cause, retain_graph=True)
 
 
 @pytest.mark.parametrize("name", LEARNING)

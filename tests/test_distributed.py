@@ -113,8 +113,10 @@ def test_a_rank_may_end_once_it_has_completed_a_transfer(by: str, completed: boo
         )
 
 
+@pytest.mark.mpi_skip
+@spmd(4)
 def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
-    monkeypatch: pytest.MonkeyPatch,
+    comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If one group along an axis cannot be made, the ranks of the other groups fail, too."""
 
@@ -123,17 +125,12 @@ def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
             raise sp.DeviceError("rank 3 has no way out")
         return SimpleNamespace(shutdown=int)
 
-    def body(comm: Any) -> None:
-        with pytest.raises(sp.DeviceError, match="no way out"):
-            sp.Mesh(comm, transport="distributed", a=2, b=2)
-        assert [str(made) for made in comm.family.members if "freed" not in str(made)] == [
-            str(comm)
-        ]
-        with sp.Mesh(comm, a=2, b=2) as mesh:
-            assert sp.all_reduce(torch.ones(2), comm=mesh["a", "b"])[0] == comm.size
-
     monkeypatch.setattr(distributed, "make_group", made)
-    run_threads(4, body)
+    with pytest.raises(sp.DeviceError, match="no way out"):
+        sp.Mesh(comm, transport="distributed", a=2, b=2)
+    assert [str(made) for made in comm.family.members if "freed" not in str(made)] == [str(comm)]
+    with sp.Mesh(comm, a=2, b=2) as mesh:
+        assert sp.all_reduce(torch.ones(2), comm=mesh["a", "b"])[0] == comm.size
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.meshed import meshed
 from oracle.attention_check import Results, Shards, check_attention, compare
 from oracle.strategies import AttentionProblem
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,6 +34,7 @@ PLAIN = AttentionProblem(
 )
 IN_RANK_ORDER = {"reduce_scatter": "pairwise"}
 SECONDS = 2e-3
+ARRIVED, ALLOCATE = SharedSums.arrived, HostMemory.allocate
 
 
 @pytest.fixture
@@ -55,15 +57,15 @@ def dawdling(substitute: Any) -> None:
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
 @spmd(2)
-def test_attention_learns_after_an_evaluation_in_inference_mode(comm: Any, name: str) -> None:
+@meshed(transport="window")
+def test_attention_learns_after_an_evaluation_in_inference_mode(mesh: sp.Mesh, name: str) -> None:
     """The shared memory of an evaluation serves later calls, too."""
-    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
-        scheme = functools.partial(SCHEMES[name], comm=mesh["sp"])
-        with torch.inference_mode():
-            shards.run(scheme)
-            shards.run(scheme)
-        compare(name, shards, shards.results(scheme), mesh["sp"])
+    shards = Shards(PLAIN, mesh.rank, mesh.size, mesh.device)
+    scheme = functools.partial(SCHEMES[name], comm=mesh["sp"])
+    with torch.inference_mode():
+        shards.run(scheme)
+        shards.run(scheme)
+    compare(name, shards, shards.results(scheme), mesh["sp"])
 
 
 class NoMessages:
@@ -129,7 +131,9 @@ def test_ranks_that_fall_behind_change_no_bit(
         assert all(torch.equal(mine[what], other[what]) for what in other)
 
 
-def test_sums_are_read_before_another_rank_writes_its_next() -> None:
+@pytest.mark.mpi_skip
+@spmd(2)
+def test_sums_are_read_before_another_rank_writes_its_next(comm: Any) -> None:
     """Rank 0 reads its sums late. The other rank may not write the sums of the next backward yet.
 
     The next sequence is shorter, so its sums lie at other places in the same memory.
@@ -141,18 +145,15 @@ def test_sums_are_read_before_another_rank_writes_its_next() -> None:
         wait(*args)
         time.sleep(0.05)
 
-    def body(comm: Any) -> list[list[Results]]:
-        with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
-            leave_alone(mesh["sp"])
-            if comm.rank == 0:
-                mesh["sp"].wait = functools.partial(late, mesh["sp"].wait)  # type: ignore[method-assign]
-            found = several(mesh, "ring", problems)
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            return [found, several(mesh, "ring", problems)]
-
-    for found, wanted in run_threads(2, body):
-        for mine, other in zip(found, wanted, strict=True):
-            assert all(torch.equal(mine[what], x) for what, x in other.items())
+    with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+        leave_alone(mesh["sp"])
+        if comm.rank == 0:
+            mesh["sp"].wait = functools.partial(late, mesh["sp"].wait)  # type: ignore[method-assign]
+        found = several(mesh, "ring", problems)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        wanted = several(mesh, "ring", problems)
+    for mine, other in zip(found, wanted, strict=True):
+        assert all(torch.equal(mine[what], x) for what, x in other.items())
 
 
 @pytest.mark.parametrize("storage", ["transposed", "padded", "tokens last"])
@@ -169,9 +170,10 @@ def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str
     assert all(torch.equal(x, results[1][what]) for what, x in results[0].items())
 
 
-def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.mpi_skip
+@spmd(2)
+def test_a_backward_leaves_nothing_under_way(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds even for a rank whose last two window operations end at the same time."""
-    arrived = SharedSums.arrived
 
     def last(sums: SharedSums) -> Any:
         comm = sums._problem.comm
@@ -179,17 +181,14 @@ def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) ->
         assert window is not None
         while comm.rank == 0 and min(flag[0] for flag in window._others) <= window.begun:
             window.advance()
-        return arrived(sums)
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
-            leave_alone(mesh["sp"])
-            shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
-            shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"]))
-            assert not mesh["sp"]._pending
+        return ARRIVED(sums)
 
     monkeypatch.setattr(SharedSums, "arrived", last)
-    run_threads(2, body)
+    with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+        leave_alone(mesh["sp"])
+        shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
+        shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"]))
+        assert not mesh["sp"]._pending
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -280,29 +279,29 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
 
 
 @spmd(3)
-def test_keys_in_shared_memory_count_as_those_elsewhere(comm: Any) -> None:
+@meshed(transport="window")
+def test_keys_in_shared_memory_count_as_those_elsewhere(mesh: sp.Mesh) -> None:
     x, counts = torch.ones(1, 4, 1, 2), list[int]()
     given: Any = {"sharding": sp.Sharding.contiguous(12, 3), "mask": sp.Mask(True, window=3)}
-    with sp.Mesh(comm, transport="window", sp=3) as mesh:
-        home = [sp.shared_empty(x.shape, comm=mesh["sp"]).copy_(x) for _ in "kv"]
-        for k, v in ((x, x), home):
-            mesh["sp"].counters.reset()
-            sp.ring_attention(x, k, v, comm=mesh["sp"], **given)
-            counts.append(mesh["sp"].counters["ring"].bytes_sent)
-    assert counts == [2 * 2 * 2 * x.itemsize * (comm.rank > 0)] * 2  # two tokens of k and of v
+    home = [sp.shared_empty(x.shape, comm=mesh["sp"]).copy_(x) for _ in "kv"]
+    for k, v in ((x, x), home):
+        mesh["sp"].counters.reset()
+        sp.ring_attention(x, k, v, comm=mesh["sp"], **given)
+        counts.append(mesh["sp"].counters["ring"].bytes_sent)
+    assert counts == [2 * 2 * 2 * x.itemsize * (mesh.rank > 0)] * 2  # two tokens of k and of v
 
 
 @spmd(3)
-def test_hooks_may_copy_the_saved_keys_and_values(comm: Any) -> None:
+@meshed(transport="window")
+def test_hooks_may_copy_the_saved_keys_and_values(mesh: sp.Mesh) -> None:
     copies = saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
     sharding, found = sp.Sharding.contiguous(6, 3), list[torch.Tensor]()
-    with sp.Mesh(comm, transport="window", sp=3) as mesh:
-        q = torch.ones(1, 2, 1, 2, requires_grad=True)
-        k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).fill_(comm.rank) for _ in "kv")
-        for where in (range(0), range(1), range(3)):
-            with copies if comm.rank in where else nullcontext():
-                out: Any = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding)
-            found.extend(torch.autograd.grad(out.sum(), q))
+    q = torch.ones(1, 2, 1, 2, requires_grad=True)
+    k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).fill_(mesh.rank) for _ in "kv")
+    for where in (range(0), range(1), range(3)):
+        with copies if mesh.rank in where else nullcontext():
+            out: Any = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding)
+        found.extend(torch.autograd.grad(out.sum(), q))
     assert found[0].abs().min() > 0
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -365,29 +364,26 @@ def test_memory_that_a_container_does_not_have_is_not_taken(
         shared.HOST.allocate(1001)
 
 
-def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate, most = HostMemory.allocate, 1 << 16
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-            shards = Shards(
-                replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device
-            )
-            for scheme in (sp.ring_attention, sp.allgather_kv_attention):
-                with pytest.raises(
-                    sp.RankError,
-                    match=r"bytes of shared memory were asked for.*No space left.*transport='host'",
-                ):
-                    shards.run(functools.partial(scheme, comm=mesh["sp"]))
-            assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
-
+@pytest.mark.mpi_skip
+@spmd(3)
+def test_no_memory_for_a_room_is_an_error_on_all_ranks(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def small(memory: HostMemory, nbytes: int) -> tuple[torch.Tensor, Offer]:
-        if nbytes > most:
+        if nbytes > 1 << 16:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return allocate(memory, nbytes)
+        return ALLOCATE(memory, nbytes)
 
     monkeypatch.setattr(HostMemory, "allocate", small)
-    run_threads(3, body)
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        shards = Shards(replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device)
+        for scheme in (sp.ring_attention, sp.allgather_kv_attention):
+            with pytest.raises(
+                sp.RankError,
+                match=r"bytes of shared memory were asked for.*No space left.*transport='host'",
+            ):
+                shards.run(functools.partial(scheme, comm=mesh["sp"]))
+        assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
 
 
 def test_the_reason_why_the_system_makes_no_memory_is_told() -> None:

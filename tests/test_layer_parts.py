@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from domains.declared import normal
+from kit.meshed import meshed
 from llama_cases import Case
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -66,47 +67,47 @@ PARALLEL = (sp.ColumnParallelLinear, sp.RowParallelLinear)
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("how", HOLD)
 @spmd(1, 2)
+@meshed()
 def test_a_weight_that_is_no_parameter_computes_and_learns_as_one(
-    comm: Any, how: str, norm: str, learns: bool, change: str
+    mesh: sp.Mesh, how: str, norm: str, learns: bool, change: str
 ) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        block = sp.TransformerBlock(4, 2, comm=mesh["sp"], norm=norm, sinks=True)
-        x, sharding = (
-            normal(99, (2, 3, 4), "float32"),
-            sp.Sharding.contiguous(3 * comm.size, comm.size),
-        )
-        held = [*enumerate(block.named_parameters())]
-        for n, (_, weight) in held:
-            weight.data = normal(n, weight.shape, "float32")
-        before = block(x, sharding=sharding)
-        wanted = torch.autograd.grad(before.square().sum(), [weight for _, (_, weight) in held])
-        tensors = []
-        for _, (name, weight) in held:
-            owner, _, last = name.rpartition(".")
-            part = block.get_submodule(owner)
-            tensors.append(HOLD[how](part, last, weight.requires_grad_(learns)))
-        with CHANGE[change](block.attention.q_proj):
-            after = block(x, sharding=sharding)
-        assert torch.equal(after, before)
-        if learns:
-            found = torch.autograd.grad(after.square().sum(), tensors)
-            sign = -1 if how == "a parametrization" else 1
-            torch.testing.assert_close(found, tuple(sign * x for x in wanted))
+    block = sp.TransformerBlock(4, 2, comm=mesh["sp"], norm=norm, sinks=True)
+    x, sharding = (
+        normal(99, (2, 3, 4), "float32"),
+        sp.Sharding.contiguous(3 * mesh.size, mesh.size),
+    )
+    held = [*enumerate(block.named_parameters())]
+    for n, (_, weight) in held:
+        weight.data = normal(n, weight.shape, "float32")
+    before = block(x, sharding=sharding)
+    wanted = torch.autograd.grad(before.square().sum(), [weight for _, (_, weight) in held])
+    tensors = []
+    for _, (name, weight) in held:
+        owner, _, last = name.rpartition(".")
+        part = block.get_submodule(owner)
+        tensors.append(HOLD[how](part, last, weight.requires_grad_(learns)))
+    with CHANGE[change](block.attention.q_proj):
+        after = block(x, sharding=sharding)
+    assert torch.equal(after, before)
+    if learns:
+        found = torch.autograd.grad(after.square().sum(), tensors)
+        sign = -1 if how == "a parametrization" else 1
+        torch.testing.assert_close(found, tuple(sign * x for x in wanted))
 
 
 @spmd(1, 2)
-def test_sinks_may_have_another_dtype_than_the_projections(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        layer = sp.SelfAttention(4, 2, comm=mesh["sp"], sinks=True, dtype=torch.bfloat16)
-        call = partial(layer, sharding=sp.Sharding.contiguous(2 * comm.size, comm.size))
-        x = normal(1, (1, 2, 4), "bfloat16")
-        before = call(x)
-        layer.sinks.data = layer.sinks.data.float()
-        after = call(x)
-        assert torch.equal(after, before)
-        after.sum().backward()
-        with pytest.raises(sp.DtypeError, match=r"bfloat16 and was given torch\.float32"):
-            call(x.float())
+@meshed()
+def test_sinks_may_have_another_dtype_than_the_projections(mesh: sp.Mesh) -> None:
+    layer = sp.SelfAttention(4, 2, comm=mesh["sp"], sinks=True, dtype=torch.bfloat16)
+    call = partial(layer, sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size))
+    x = normal(1, (1, 2, 4), "bfloat16")
+    before = call(x)
+    layer.sinks.data = layer.sinks.data.float()
+    after = call(x)
+    assert torch.equal(after, before)
+    after.sum().backward()
+    with pytest.raises(sp.DtypeError, match=r"bfloat16 and was given torch\.float32"):
+        call(x.float())
 
 
 class Checkpointed(nn.Module):
@@ -123,8 +124,9 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("chunk", [None, 1])
 @spmd(1, 2)
+@meshed()
 def test_a_checkpoint_inside_a_part_is_refused_only_if_it_would_lose_gradients(
-    comm: Any, chunk: int | None
+    mesh: sp.Mesh, chunk: int | None
 ) -> None:
     """A reentrant one runs the part again with weights of which the layer sums no gradients."""
 
@@ -137,33 +139,32 @@ def test_a_checkpoint_inside_a_part_is_refused_only_if_it_would_lose_gradients(
         layer(x.requires_grad_()).square().sum().backward()
         return cast("Tensor", held.grad)
 
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-        whole = normal(99, (1, 2 * comm.size, 4), "float32")
-        own = sharding.shard(whole, comm.rank, 1)
-        found = gradient(mesh["sp"], own.clone(), reentrant=False)
-        torch.testing.assert_close(found, gradient(mesh[()], whole.clone(), reentrant=False))
-        with pytest.raises(ValueError, match=r"FeedForward\.up calls .* Pass use_reentrant=False"):
-            gradient(mesh["sp"], own.clone(), reentrant=True)
+    sharding = sp.Sharding.contiguous(2 * mesh.size, mesh.size)
+    whole = normal(99, (1, 2 * mesh.size, 4), "float32")
+    own = sharding.shard(whole, mesh.rank, 1)
+    found = gradient(mesh["sp"], own.clone(), reentrant=False)
+    torch.testing.assert_close(found, gradient(mesh[()], whole.clone(), reentrant=False))
+    with pytest.raises(ValueError, match=r"FeedForward\.up calls .* Pass use_reentrant=False"):
+        gradient(mesh["sp"], own.clone(), reentrant=True)
 
 
 @spmd(1, 2)
-def test_a_replaced_part_of_a_block_may_be_frozen_or_hold_layers_that_sum(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        block = sp.TransformerBlock(4, 2, comm=mesh["sp"])
-        x, sharding = (
-            normal(99, (2, 3, 4), "float32"),
-            sp.Sharding.contiguous(3 * comm.size, comm.size),
-        )
-        wanted = block(x, sharding=sharding)
-        block.set_submodule("norm1", nn.LayerNorm(4))
-        with torch.no_grad():
-            assert torch.equal(block(x, sharding=sharding), wanted)
-        with pytest.raises(TypeError, match=r"norm1 is a torch\.nn\..*\.LayerNorm with trainable"):
-            block(x, sharding=sharding)
-        block.norm1.requires_grad_(requires_grad=False)
-        block.set_submodule("feed_forward", nn.Sequential(block.feed_forward, nn.Identity()))
+@meshed()
+def test_a_replaced_part_of_a_block_may_be_frozen_or_hold_layers_that_sum(mesh: sp.Mesh) -> None:
+    block = sp.TransformerBlock(4, 2, comm=mesh["sp"])
+    x, sharding = (
+        normal(99, (2, 3, 4), "float32"),
+        sp.Sharding.contiguous(3 * mesh.size, mesh.size),
+    )
+    wanted = block(x, sharding=sharding)
+    block.set_submodule("norm1", nn.LayerNorm(4))
+    with torch.no_grad():
         assert torch.equal(block(x, sharding=sharding), wanted)
+    with pytest.raises(TypeError, match=r"norm1 is a torch\.nn\..*\.LayerNorm with trainable"):
+        block(x, sharding=sharding)
+    block.norm1.requires_grad_(requires_grad=False)
+    block.set_submodule("feed_forward", nn.Sequential(block.feed_forward, nn.Identity()))
+    assert torch.equal(block(x, sharding=sharding), wanted)
 
 
 def pair(comm: sp.Communicator, sharding: sp.Sharding | None) -> nn.Module:
@@ -206,28 +207,28 @@ def test_a_part_of_a_block_must_sum_over_the_ranks_of_the_block(
 
 @pytest.mark.parametrize("kind", PARALLEL)
 @spmd(1, 2)
+@meshed("tp")
 def test_a_parallel_layer_keeps_its_placements_when_torch_makes_new_weights(
-    comm: Any, kind: type[sp.ColumnParallelLinear]
+    mesh: sp.Mesh, kind: type[sp.ColumnParallelLinear]
 ) -> None:
-    with sp.Mesh(comm, tp=comm.size) as mesh:
-        layer = kind.from_linear(nn.Linear(4, 6), comm=mesh["tp"])
-        wanted = dict(layer.placements)
-        layer.to("meta").to_empty(device="cpu")
-        assert {name: vars(x)["placement"] for name, x in layer.named_parameters()} == wanted
-        x = torch.ones(2, layer.weight.shape[1])
-        before = weight_norm(layer)(x)
-        layer.load_state_dict(layer.state_dict())
-        torch.testing.assert_close(layer(x), before, equal_nan=True)
+    layer = kind.from_linear(nn.Linear(4, 6), comm=mesh["tp"])
+    wanted = dict(layer.placements)
+    layer.to("meta").to_empty(device="cpu")
+    assert {name: vars(x)["placement"] for name, x in layer.named_parameters()} == wanted
+    x = torch.ones(2, layer.weight.shape[1])
+    before = weight_norm(layer)(x)
+    layer.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), before, equal_nan=True)
 
 
 @spmd(1, 2)
-def test_a_model_computes_with_weights_that_functional_call_gives_it(comm: Any) -> None:
-    with sp.Mesh(comm, tp=comm.size) as mesh:
-        model, tokens = Case((4, 2)).model(mesh), Case((4, 2)).tokens(1, 3)
-        weights = {name: x.detach().clone() for name, x in model.named_parameters()}
-        sharding = sp.Sharding.contiguous(3, 1)
-        found = functional_call(model, weights, (tokens,), {"sharding": sharding})
-        assert torch.equal(found, model(tokens, sharding=sharding))
+@meshed("tp")
+def test_a_model_computes_with_weights_that_functional_call_gives_it(mesh: sp.Mesh) -> None:
+    model, tokens = Case((4, 2)).model(mesh), Case((4, 2)).tokens(1, 3)
+    weights = {name: x.detach().clone() for name, x in model.named_parameters()}
+    sharding = sp.Sharding.contiguous(3, 1)
+    found = functional_call(model, weights, (tokens,), {"sharding": sharding})
+    assert torch.equal(found, model(tokens, sharding=sharding))
 
 
 @spmd(4)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from domains.declared import normal
 from domains.numeric import SCALINGS, YARN, uniform
+from kit.meshed import meshed
 from oracle import reference
 from oracle.changed_parts import CHANGES, PARTS
 from torch import Tensor, nn
@@ -115,18 +116,18 @@ def replace(names: Iterable[str], change: Callable[[nn.Linear], nn.Module], bloc
 
 @pytest.mark.parametrize("change", CHANGES)
 @spmd(1, 2)
+@meshed()
 def test_a_changed_part_of_a_layer_computes_what_it_computes_on_one_device(
-    comm: Any, change: str
+    mesh: sp.Mesh, change: str
 ) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        plain = results(mesh[()], partial(replace, (), nn.Identity))
-        for names in (*((name,) for name in PARTS), PARTS):
-            changed = partial(replace, names, CHANGES[change])
-            found, wanted = (results(mesh[x], changed) for x in ("sp", ()))
-            # The gradient of k's bias is zero: what is left are rounding errors of large terms.
-            largest = max(part.abs().max().item() for part in wanted)
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-14 * largest)
-            assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
+    plain = results(mesh[()], partial(replace, (), nn.Identity))
+    for names in (*((name,) for name in PARTS), PARTS):
+        changed = partial(replace, names, CHANGES[change])
+        found, wanted = (results(mesh[x], changed) for x in ("sp", ()))
+        # The gradient of k's bias is zero: what is left are rounding errors of large terms.
+        largest = max(part.abs().max().item() for part in wanted)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-14 * largest)
+        assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
 
 
 TIED = {"attention.k_proj": "attention.v_proj", "feed_forward.gate": "feed_forward.up"}
@@ -139,52 +140,53 @@ def tie(block: Any) -> None:
 
 
 @spmd(1, 2, 3)
-def test_weights_that_are_tied_in_a_layer_have_the_gradient_of_one_device(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        found, wanted = (results(mesh[x], tie) for x in ("sp", ()))
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+@meshed()
+def test_weights_that_are_tied_in_a_layer_have_the_gradient_of_one_device(mesh: sp.Mesh) -> None:
+    found, wanted = (results(mesh[x], tie) for x in ("sp", ()))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 @spmd(1)
-def test_weights_that_are_tied_in_a_layer_have_the_sum_of_the_gradients_of_both(comm: Any) -> None:
-    with sp.Mesh(comm, sp=1) as mesh:
-        tied, alone = (
-            sp.TransformerBlock(4, 2, comm=mesh["sp"], gated=True, dtype=torch.float64)
-            for _ in "ab"
-        )
-        tie(tied)
-        alone.load_state_dict(tied.state_dict())
-        for block in (tied, alone):
-            out = block(normal(1, (1, 6, 4), "float64"), sharding=sp.Sharding.contiguous(6, 1))
-            out.square().sum().backward()
-        for pair in TIED.items():
-            parts: Any = [alone.get_parameter(f"{name}.weight").grad for name in pair]
-            shared = tied.get_parameter(f"{pair[0]}.weight").grad
-            torch.testing.assert_close(shared, sum(parts))
+@meshed()
+def test_weights_that_are_tied_in_a_layer_have_the_sum_of_the_gradients_of_both(
+    mesh: sp.Mesh,
+) -> None:
+    tied, alone = (
+        sp.TransformerBlock(4, 2, comm=mesh["sp"], gated=True, dtype=torch.float64) for _ in "ab"
+    )
+    tie(tied)
+    alone.load_state_dict(tied.state_dict())
+    for block in (tied, alone):
+        out = block(normal(1, (1, 6, 4), "float64"), sharding=sp.Sharding.contiguous(6, 1))
+        out.square().sum().backward()
+    for pair in TIED.items():
+        parts: Any = [alone.get_parameter(f"{name}.weight").grad for name in pair]
+        shared = tied.get_parameter(f"{pair[0]}.weight").grad
+        torch.testing.assert_close(shared, sum(parts))
 
 
 @spmd(2)
-def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(comm: Any) -> None:
+@meshed(device=device)
+def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(mesh: sp.Mesh) -> None:
     """Products of them would wrap, and their texts differ from those of Python's numbers."""
-    number: Any = np.uint8 if comm.rank else int
+    number: Any = np.uint8 if mesh.rank else int
     heads = {"num_kv_heads": number(2), "head_dim": number(100)}
-    with sp.Mesh(comm, device=device(), sp=2) as mesh:
-        one = mesh["sp"]
-        more: dict[str, Any] = {"chunk": number(3), "dropout": 0.5, "comm": one, "device": device()}
-        block = sp.TransformerBlock(number(200), number(4), **heads, **more)
-        assert block.attention.q_proj.weight.shape == (400, 200)
-        assert block.feed_forward.up.weight.shape == (800, 200)
-        x, sharding = torch.ones(1, 4, 200, device=device()), sp.Sharding.contiguous(8, 2)
-        assert sp.RMSNorm(number(4), comm=one).extra_repr() == "hidden=4, eps=1e-06"
-        out, same, zero, one_more = (
-            block(x, sharding=sharding, seed=seed) for seed in (number(200), 200, number(0), 1)
-        )
-        assert torch.equal(out, same)
-        assert not torch.equal(zero, one_more)
-        weight = place(nn.Parameter(torch.ones(2, device=device())), Placement.replicated((2,), 2))
-        weight.grad = torch.tensor([6.0, 8.0], device=device())
-        assert clip_gradient_norm([weight], number(5), tensor=one) == 10.0
-        assert weight.grad.tolist() == [3.0, 4.0]
+    one = mesh["sp"]
+    more: dict[str, Any] = {"chunk": number(3), "dropout": 0.5, "comm": one, "device": device()}
+    block = sp.TransformerBlock(number(200), number(4), **heads, **more)
+    assert block.attention.q_proj.weight.shape == (400, 200)
+    assert block.feed_forward.up.weight.shape == (800, 200)
+    x, sharding = torch.ones(1, 4, 200, device=device()), sp.Sharding.contiguous(8, 2)
+    assert sp.RMSNorm(number(4), comm=one).extra_repr() == "hidden=4, eps=1e-06"
+    out, same, zero, one_more = (
+        block(x, sharding=sharding, seed=seed) for seed in (number(200), 200, number(0), 1)
+    )
+    assert torch.equal(out, same)
+    assert not torch.equal(zero, one_more)
+    weight = place(nn.Parameter(torch.ones(2, device=device())), Placement.replicated((2,), 2))
+    weight.grad = torch.tensor([6.0, 8.0], device=device())
+    assert clip_gradient_norm([weight], number(5), tensor=one) == 10.0
+    assert weight.grad.tolist() == [3.0, 4.0]
 
 
 @spmd(1)
@@ -234,56 +236,56 @@ def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind:
 
 
 @spmd(2)
-def test_layers_that_share_an_input_give_the_gradients_that_are_needed(comm: Any) -> None:
+@meshed()
+def test_layers_that_share_an_input_give_the_gradients_that_are_needed(mesh: sp.Mesh) -> None:
     """The backward gathers or sums only for the inputs that need a gradient.
 
     The input is kept only for gradients of weights.
     """
     shapes = [(1, 3, 4), (2, 4), (2,), (5, 4), (5,)]
-    with sp.Mesh(comm, sp=2) as mesh:
-        for needs in [*product((False, True), repeat=5)][1:]:
-            x, w, b, v, c = leaves = [
-                torch.rand(shape).requires_grad_(y) for shape, y in zip(shapes, needs, strict=True)
-            ]
-            outs: Any = gather_linears(x, [(w, b), (v, c)], comm=mesh["sp"], lengths=(3, 3))
-            kept = [y for y in outs[0].grad_fn.saved_tensors if y is not None]
-            assert len(kept) == 2 + (needs[1] or needs[3])
-            mesh["sp"].counters.reset()
-            torch.autograd.grad(torch.cat(outs, 2).sum(), [x for x in leaves if x.requires_grad])
-            calls = [mesh["sp"].counters[op].calls for op in ("reduce_scatter", "all_gather")]
-            assert calls == [3 * needs[0], 3 * (needs[1] or needs[3])]  # one token a call
+    for needs in [*product((False, True), repeat=5)][1:]:
+        x, w, b, v, c = leaves = [
+            torch.rand(shape).requires_grad_(y) for shape, y in zip(shapes, needs, strict=True)
+        ]
+        outs: Any = gather_linears(x, [(w, b), (v, c)], comm=mesh["sp"], lengths=(3, 3))
+        kept = [y for y in outs[0].grad_fn.saved_tensors if y is not None]
+        assert len(kept) == 2 + (needs[1] or needs[3])
+        mesh["sp"].counters.reset()
+        torch.autograd.grad(torch.cat(outs, 2).sum(), [x for x in leaves if x.requires_grad])
+        calls = [mesh["sp"].counters[op].calls for op in ("reduce_scatter", "all_gather")]
+        assert calls == [3 * needs[0], 3 * (needs[1] or needs[3])]  # one token a call
 
 
 @spmd(2)
-def test_a_scatter_computes_and_keeps_what_its_needed_gradients_need(comm: Any) -> None:
+@meshed()
+def test_a_scatter_computes_and_keeps_what_its_needed_gradients_need(mesh: sp.Mesh) -> None:
     """The gradient of each input takes one matrix product, of 2 * 6 * 4 * 2 operations."""
     y, weight = torch.arange(12.0).view(1, 6, 2), torch.ones(4, 2)
     wanted = torch.full_like(y, 4.0), y.sum((0, 1)).expand(4, 2)
 
-    with sp.Mesh(comm, sp=2) as mesh:
-        for needs in ((False, True), (True, True), (True, False)):
-            leaves = y.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
-            out: Any = linear_scatter(y, weight, comm=mesh["sp"], lengths=(3, 3))
-            kept = [x.shape for x in out.grad_fn.saved_tensors if x is not None]
-            with FlopCounterMode(display=False) as counter:
-                grads = torch.autograd.grad(out.sum(), [*compress(leaves, needs)])
-            assert counter.get_total_flops() == 96 * sum(needs)
-            assert kept == [weight.shape, y.shape][: 1 + needs[1]]
-            assert all(map(torch.equal, grads, compress(wanted, needs)))
+    for needs in ((False, True), (True, True), (True, False)):
+        leaves = y.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
+        out: Any = linear_scatter(y, weight, comm=mesh["sp"], lengths=(3, 3))
+        kept = [x.shape for x in out.grad_fn.saved_tensors if x is not None]
+        with FlopCounterMode(display=False) as counter:
+            grads = torch.autograd.grad(out.sum(), [*compress(leaves, needs)])
+        assert counter.get_total_flops() == 96 * sum(needs)
+        assert kept == [weight.shape, y.shape][: 1 + needs[1]]
+        assert all(map(torch.equal, grads, compress(wanted, needs)))
 
 
 @spmd(2)
-def test_chunks_of_tokens_may_add_up_beyond_float16_in_gradients_of_weights(comm: Any) -> None:
+@meshed("tp", device=device)
+def test_chunks_of_tokens_may_add_up_beyond_float16_in_gradients_of_weights(mesh: sp.Mesh) -> None:
     """The chunks add 2^15, 2^15, -2^15 and 0."""
     half: Any = {"dtype": torch.float16, "device": device()}
     x, upstream = torch.full((1, 4, 1), 2**7, **half), torch.tensor([[[1], [1], [-1], [0]]], **half)
     weights = [torch.ones(1, 1, **half, requires_grad=True) for _ in "ab"]
-    with sp.Mesh(comm, device=device(), tp=2) as mesh:
-        given: Any = {"comm": mesh["tp"], "lengths": (4, 4)}
-        (y,) = gather_linears(x, [(weights[0], None)], **given)
-        out = linear_scatter(y, weights[1], **given)
-        grads = torch.autograd.grad(out, weights, 2**7 * upstream)
-        assert [grad.tolist() for grad in grads] == [[[2**15]]] * 2
+    given: Any = {"comm": mesh["tp"], "lengths": (4, 4)}
+    (y,) = gather_linears(x, [(weights[0], None)], **given)
+    out = linear_scatter(y, weights[1], **given)
+    grads = torch.autograd.grad(out, weights, 2**7 * upstream)
+    assert [grad.tolist() for grad in grads] == [[[2**15]]] * 2
 
 
 @spmd(1, 2)
@@ -303,24 +305,24 @@ def test_a_parameter_that_is_given_twice_counts_once(comm: Any) -> None:
 
 
 @spmd(2, 4)
-def test_ranks_sum_gradients_of_several_dtypes_in_one_order(comm: Any) -> None:
+@meshed("tp")
+def test_ranks_sum_gradients_of_several_dtypes_in_one_order(mesh: sp.Mesh) -> None:
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     weights = [nn.Parameter(torch.ones(n, dtype=dtype)) for n, dtype in enumerate(dtypes, 1)]
-    with sp.Mesh(comm, tp=comm.size) as mesh:
-        copies = sp.copy_all_to_group(weights, comm=mesh["tp"])
-        torch.cat([x.double() for x in copies]).sum().backward()
-        reduce_gradients(weights, data=mesh["tp"])
+    copies = sp.copy_all_to_group(weights, comm=mesh["tp"])
+    torch.cat([x.double() for x in copies]).sum().backward()
+    reduce_gradients(weights, data=mesh["tp"])
     grads = [x.grad for x in weights if x.grad is not None]
-    assert [grad.unique().tolist() for grad in grads] == [[comm.size**2]] * 4
+    assert [grad.unique().tolist() for grad in grads] == [[mesh.size**2]] * 4
 
 
 @spmd(1)
-def test_a_joined_layer_draws_no_random_numbers(comm: Any) -> None:
-    with sp.Mesh(comm, tp=1) as mesh:
-        part = sp.ColumnParallelLinear.from_linear(nn.Linear(4, 4), comm=mesh["tp"])
-        before = torch.get_rng_state()
-        part.to_linear()
-        assert torch.equal(torch.get_rng_state(), before)
+@meshed("tp")
+def test_a_joined_layer_draws_no_random_numbers(mesh: sp.Mesh) -> None:
+    part = sp.ColumnParallelLinear.from_linear(nn.Linear(4, 4), comm=mesh["tp"])
+    before = torch.get_rng_state()
+    part.to_linear()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_dropout_keeps_is_rounded_once() -> None:
@@ -341,28 +343,28 @@ def test_the_first_element_has_a_chance_with_seed_0() -> None:
 
 
 @spmd(2)
-def test_a_block_reads_no_seed_in_evaluation(comm: Any) -> None:
-    with sp.Mesh(comm, device=device(), sp=2) as mesh:
-        block = sp.TransformerBlock(4, 2, comm=mesh["sp"], dropout=0.5, device=device()).eval()
-        call = partial(block, normal(1, (1, 2, 4), "float32").to(device()))
-        wanted, *found = (
-            call(sharding=sp.Sharding.contiguous(4, 2), seed=seed if comm.rank else None)
-            for seed in (None, -1, 2**61, "1")
-        )
-        assert all(torch.equal(out, wanted) for out in found)
+@meshed(device=device)
+def test_a_block_reads_no_seed_in_evaluation(mesh: sp.Mesh) -> None:
+    block = sp.TransformerBlock(4, 2, comm=mesh["sp"], dropout=0.5, device=device()).eval()
+    call = partial(block, normal(1, (1, 2, 4), "float32").to(device()))
+    wanted, *found = (
+        call(sharding=sp.Sharding.contiguous(4, 2), seed=seed if mesh.rank else None)
+        for seed in (None, -1, 2**61, "1")
+    )
+    assert all(torch.equal(out, wanted) for out in found)
 
 
 @spmd(2)
-def test_scalers_of_summed_gradients_skip_the_same_steps(comm: Any) -> None:
-    with sp.Mesh(comm, dp=2) as mesh:
-        weight = nn.Parameter(torch.ones(1))
-        sgd, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("cpu")
-        scaler.scale((weight * (torch.inf if comm.rank else 1.0)).sum()).backward()
-        reduce_gradients([weight], data=mesh["dp"])
-        scaler.unscale_(sgd)
-        scaler.step(sgd)
-        scaler.update()
-        assert (weight.item(), scaler.get_scale()) == (1.0, 2.0**15)
+@meshed("dp")
+def test_scalers_of_summed_gradients_skip_the_same_steps(mesh: sp.Mesh) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    sgd, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("cpu")
+    scaler.scale((weight * (torch.inf if mesh.rank else 1.0)).sum()).backward()
+    reduce_gradients([weight], data=mesh["dp"])
+    scaler.unscale_(sgd)
+    scaler.step(sgd)
+    scaler.update()
+    assert (weight.item(), scaler.get_scale()) == (1.0, 2.0**15)
 
 
 MORE = {

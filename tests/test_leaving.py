@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from kit.case_leaving import BEGUN, CASES, LOST, Lost, outcomes, wanted
+from kit.meshed import meshed
 from studies.commands import ROOT, output_of, outside
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -27,17 +28,14 @@ from sp_core.testing import run_threads, spmd
 from sp_core.transport import Done, Transfer, Window
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.mpi_skip
 @pytest.mark.parametrize("name", sorted(BEGUN))
+@spmd(2, 3)
 def test_a_wait_for_a_rank_that_has_left_ends(
-    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+    comm: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observer, "GRACE_SECONDS", 0.01)
-
-    def body(comm: Any) -> None:
-        assert [*outcomes(comm, name)] == wanted(comm)
-
-    run_threads(size, body)
+    assert [*outcomes(comm, name)] == wanted(comm)
 
 
 def test_a_wait_gets_what_a_rank_sent_before_it_left() -> None:
@@ -107,17 +105,17 @@ def failing_once(begin: Callable[[], Any]) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("way", ["ring", "window"])
 @spmd(2)
-def test_the_memory_of_a_run_that_an_error_ends_outlives_its_plan(comm: Any, way: str) -> None:
+@meshed(transport="window")
+def test_the_memory_of_a_run_that_an_error_ends_outlives_its_plan(mesh: sp.Mesh, way: str) -> None:
     """After an error in a wait, its transfers go on, and the MPI library may use their memory."""
-    with sp.Mesh(comm, transport="window", sp=2) as mesh:
-        plan = sp.plan("all_gather", torch.ones(3), comm=mesh["sp"], algorithm=way)
-        memory = StorageWeakRef(plan.run().untyped_storage())
-        vars(plan._bound)["begin"] = failing_once(plan._bound.begin)
-        with pytest.raises(Lost):
-            plan.run()
-        del plan
-        gc.collect()
-        assert not memory.expired()
+    plan = sp.plan("all_gather", torch.ones(3), comm=mesh["sp"], algorithm=way)
+    memory = StorageWeakRef(plan.run().untyped_storage())
+    vars(plan._bound)["begin"] = failing_once(plan._bound.begin)
+    with pytest.raises(Lost):
+        plan.run()
+    del plan
+    gc.collect()
+    assert not memory.expired()
 
 
 def of_a_program(comm: Any, work: Any) -> Callable[[], object]:
@@ -154,27 +152,27 @@ def test_a_sum_that_an_error_has_interrupted_is_neither_repeated_nor_left_out(
 
 
 @spmd(2)
-def test_a_signal_handler_may_poll_in_the_middle_of_a_sum(comm: Any) -> None:
+@meshed()
+def test_a_signal_handler_may_poll_in_the_middle_of_a_sum(mesh: sp.Mesh) -> None:
     """No sum is made twice or left out."""
-    with sp.Mesh(comm, sp=2) as mesh:
-        plan = sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"], algorithm="ring")
-        bound: Any = plan._bound
-        handle: Any = Mock(side_effect=lambda: handle.call_count > 1 or mesh["sp"].poll())
-        bound.steps = [replace(step, work=(*step.work, handle)) for step in bound.steps]
-        assert plan.finish(plan.start()).tolist() == [2.0] * 4
-        assert handle.call_count == len(bound.steps)
+    plan = sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"], algorithm="ring")
+    bound: Any = plan._bound
+    handle: Any = Mock(side_effect=lambda: handle.call_count > 1 or mesh["sp"].poll())
+    bound.steps = [replace(step, work=(*step.work, handle)) for step in bound.steps]
+    assert plan.finish(plan.start()).tolist() == [2.0] * 4
+    assert handle.call_count == len(bound.steps)
 
 
 @spmd(2)
-def test_a_wait_that_an_error_has_interrupted_may_be_repeated(comm: Any) -> None:
+@meshed()
+def test_a_wait_that_an_error_has_interrupted_may_be_repeated(mesh: sp.Mesh) -> None:
     """A signal handler may raise an error in it. The next wait returns the whole result."""
-    with sp.Mesh(comm, sp=2) as mesh:
-        pending = sp.all_reduce_start(torch.ones(4), comm=mesh["sp"], algorithm="ring")
-        waits = Mock(side_effect=[TimeoutError, pending._wait])
-        pending._wait = lambda: waits()()
-        with pytest.raises(TimeoutError):
-            pending.wait()
-        assert pending.wait().tolist() == [2.0] * 4
+    pending = sp.all_reduce_start(torch.ones(4), comm=mesh["sp"], algorithm="ring")
+    waits = Mock(side_effect=[TimeoutError, pending._wait])
+    pending._wait = lambda: waits()()
+    with pytest.raises(TimeoutError):
+        pending.wait()
+    assert pending.wait().tolist() == [2.0] * 4
 
 
 @spmd(1)
@@ -200,15 +198,15 @@ def test_the_memory_of_a_transfer_outlives_a_mesh_that_nobody_holds(comm: Any) -
 
 @pytest.mark.parametrize("error", [None, Lost()])
 @spmd(1)
+@meshed()
 def test_a_forked_process_leaves_the_mesh_to_its_rank(
-    comm: Any, error: Exception | None, monkeypatch: pytest.MonkeyPatch
+    mesh: sp.Mesh, error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that leaves the block but did not make the mesh calls no MPI and frees nothing."""
-    with sp.Mesh(comm, sp=1) as mesh:
-        with monkeypatch.context() as child:
-            child.setattr("sp_core.mesh.os", Mock(**{"getpid.return_value": -1}))
-            mesh.__exit__(None if error is None else type(error), error, None)
-        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 1
+    with monkeypatch.context() as child:
+        child.setattr("sp_core.mesh.os", Mock(**{"getpid.return_value": -1}))
+        mesh.__exit__(None if error is None else type(error), error, None)
+    assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 1
 
 
 @pytest.mark.mpi_skip

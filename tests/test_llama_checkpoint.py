@@ -179,9 +179,9 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
     return change
 
 
-def unfiled(folder: Path) -> None:
-    (folder / INDEX).unlink()
-    (folder / "model.safetensors").mkdir()
+def unfiled(folder: Path, gone: str = INDEX, made: str = "model.safetensors") -> None:
+    (folder / gone).unlink()
+    (folder / made).mkdir()
 
 
 NORM = "model.norm.weight"
@@ -209,6 +209,10 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a shard that is something else": (
         f"{FIRST} is broken",
         lambda f: (f / FIRST).write_bytes(trap(f)),
+    ),
+    "a folder in place of a shard": (
+        f"{FIRST} cannot be read: .*Is a directory",
+        lambda f: unfiled(f, FIRST, FIRST),
     ),
     "another architecture": ("config.json: model_type 'mistral'", configured(model_type="mistral")),
     "more layers than there are weights": (

@@ -17,7 +17,7 @@ import pytest
 import torch
 from llama_cases import SCALINGS, mesh_of
 from safetensors.torch import save_file
-from test_llama_checkpoint import CASE, FIRST, INDEX, contents, saved, shared
+from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
 from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.prune import l1_unstructured
 
@@ -81,19 +81,6 @@ def test_a_folder_without_a_usable_name_is_refused(read: Any) -> None:
         read(None)
     with pytest.raises(sp.CheckpointError, match=r"File name too long|has neither"):
         read("n" * 300)
-
-
-def unfiled(folder: Path) -> None:
-    (folder / FIRST).unlink()
-    (folder / FIRST).mkdir()
-
-
-@spmd(1)
-def test_weights_that_may_not_be_read_are_not_called_broken(comm: Any, tmp_path: Path) -> None:
-    """A folder cannot be opened as a file by any user, not even by root."""
-    folder = saved(comm, tmp_path, unfiled)
-    with pytest.raises(sp.CheckpointError, match=f"{FIRST} cannot be read: .*Is a directory"):
-        Checkpoint(folder)
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ENOENT, errno.ENOTDIR])

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from domains.declared import normal
+from kit.meshed import meshed
 from llama_cases import Case
 from refusals.kinds import kept as of_inference_mode
 from torch import Tensor
@@ -118,18 +119,18 @@ def test_what_a_ring_holds_is_proportional_to_the_tokens_of_a_rank(comm: Any) ->
 
 
 @spmd(1, 2)
-def test_a_layer_that_is_computed_again_keeps_its_input_only(comm: Any) -> None:
+@meshed("ring")
+def test_a_layer_that_is_computed_again_keeps_its_input_only(mesh: sp.Mesh) -> None:
     """Two more layers keep two more inputs. Kept activations would take over 20 inputs' bytes."""
     tokens = 512
     case, peaks = Case((2, 1), head_dim=8, hidden=16, ffn=32, vocab=7, dtype="float32"), {}
-    with sp.Mesh(comm, ring=comm.size) as mesh:
-        for layers, recompute in ((1, True), (3, True), (3, False)):
-            model = replace(case, layers=layers).model(mesh)
-            weights = [*model.parameters()]
-            with LiveBytes(weights) as live:
-                backward(model, [[1] * tokens], recompute=recompute)
-            peaks[layers, recompute] = live.peak - 2 * sum(w.nbytes for w in weights)
-    own = tokens // comm.size * 16 * 4
+    for layers, recompute in ((1, True), (3, True), (3, False)):
+        model = replace(case, layers=layers).model(mesh)
+        weights = [*model.parameters()]
+        with LiveBytes(weights) as live:
+            backward(model, [[1] * tokens], recompute=recompute)
+        peaks[layers, recompute] = live.peak - 2 * sum(w.nbytes for w in weights)
+    own = tokens // mesh.size * 16 * 4
     assert peaks[3, True] - peaks[1, True] <= 2.1 * own
     assert peaks[3, False] - peaks[1, True] > 20 * own
 
@@ -173,14 +174,13 @@ class PinsAsCuda(TorchDispatchMode):
 
 
 @spmd(1)
-def test_offload_works_with_any_default_device(comm: Any) -> None:
+@meshed("ring", device=device)
+def test_offload_works_with_any_default_device(mesh: sp.Mesh) -> None:
     """Without a device of its own, torch's `save_on_cpu` makes its copies on the default device."""
-    case, losses = Case((2, 1), layers=2, hidden=16), list[float]()
-    with sp.Mesh(comm, device=device(), ring=1) as mesh:
-        model = case.model(mesh)
-        for default in ("cpu", mesh.device):
-            with torch.device(default), PinsAsCuda():  # type: ignore[no-untyped-call]
-                losses.append(backward(model, [[1, 2, 3] * 3], offload=True))
+    model, losses = Case((2, 1), layers=2, hidden=16).model(mesh), list[float]()
+    for default in ("cpu", mesh.device):
+        with torch.device(default), PinsAsCuda():  # type: ignore[no-untyped-call]
+            losses.append(backward(model, [[1, 2, 3] * 3], offload=True))
     assert losses[0] == losses[1]
 
 
@@ -203,17 +203,17 @@ def test_the_loss_from_hidden_states_holds_the_logits_of_one_chunk(comm: Any, dt
 
 @pytest.mark.parametrize("dtype", kernels.HALF)
 @spmd(1)
+@meshed("all")
 def test_a_head_of_a_half_type_has_its_gradient_however_many_chunks(
-    comm: Any, dtype: torch.dtype
+    mesh: sp.Mesh, dtype: torch.dtype
 ) -> None:
     """No token has a label other than 0, so the summands of all other rows have one sign."""
     states = (normal(0, (4096, 8), "float64").abs() + 1).to(dtype)
     head = normal(1, (16, 8), "float64").mul(0.1).to(dtype).requires_grad_()
     labels = torch.zeros(4096, dtype=torch.int64)
-    with sp.Mesh(comm, all=1) as mesh:
-        groups: dict[str, Any] = {"tensor": mesh["all"], "data": mesh["all"], "head": head}
-        loss = next_token_loss(states, labels, **groups, count=1, chunk=4)
-        (found,) = torch.autograd.grad(loss, head)
+    groups: dict[str, Any] = {"tensor": mesh["all"], "data": mesh["all"], "head": head}
+    loss = next_token_loss(states, labels, **groups, count=1, chunk=4)
+    (found,) = torch.autograd.grad(loss, head)
     p = (states.double() @ head.detach().double().T).softmax(-1)
     target = F.one_hot(labels, 16)
     wanted, terms = ((grad.T @ states.double()) for grad in (p - target, p + target))
@@ -253,18 +253,18 @@ def split_block(mesh: sp.Mesh, chunk: int, ffn: int = 8) -> tuple[Sequence[Tenso
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("made", [feed_forward, split_block])
 @spmd(1, 2)
+@meshed()
 def test_a_feed_forward_holds_the_features_of_one_chunk(
-    comm: Any, made: Callable[..., Any], batch: int
+    mesh: sp.Mesh, made: Callable[..., Any], batch: int
 ) -> None:
     tokens, ffn, chunk = 1024, 256, 32
     x = torch.ones(batch, tokens // batch, 4, requires_grad=True)
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        weights, layer = made(mesh, chunk, ffn)
-        for weight in weights:  # some are uninitialised
-            torch.nn.init.ones_(weight)
-        with LiveBytes((x,)) as live:
-            layer(x).sum().backward()
-    features = x.itemsize * (ffn if made is feed_forward else ffn // comm.size)
+    weights, layer = made(mesh, chunk, ffn)
+    for weight in weights:  # some are uninitialised
+        torch.nn.init.ones_(weight)
+    with LiveBytes((x,)) as live:
+        layer(x).sum().backward()
+    features = x.itemsize * (ffn if made is feed_forward else ffn // mesh.size)
     three = 3 * 4 * features  # the bytes of the three weights of a feed-forward
     assert live.peak <= 8 * chunk * features + 40 * x.nbytes + 4 * three
     assert live.peak < tokens * features
@@ -284,30 +284,30 @@ CHUNKED = (feed_forward, split_block, loss_of_hidden_states)
 @pytest.mark.parametrize("chunk", [6, 2])
 @pytest.mark.parametrize("made", CHUNKED)
 @spmd(1, 2)
+@meshed()
 def test_a_weight_that_changes_before_the_backward_has_no_part_in_it(
-    comm: Any, made: Callable[[sp.Mesh, int], Any], chunk: int
+    mesh: sp.Mesh, made: Callable[[sp.Mesh, int], Any], chunk: int
 ) -> None:
     """The gradients are those of the weights in the forward, or torch raises an error."""
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        weights, function = made(mesh, chunk)
-        leaves = [*weights, torch.ones(1, 6, 4, requires_grad=True)]
-        wanted: tuple[Tensor, ...] = ()
-        for changed in (None, *weights):
-            for number, leaf in enumerate(leaves):
-                leaf.data = normal(number, leaf.shape, "float32")
-            total = function(leaves[-1]).square().sum()
-            if changed is not None:
-                with torch.no_grad():
-                    changed.mul_(2)
-            found, told = wanted, "modified"
-            try:
-                found = torch.autograd.grad(total, leaves)
-            except RuntimeError as error:
-                told = str(error)
-            assert "modified" in told
-            wanted = wanted or found
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-        assert wanted
+    weights, function = made(mesh, chunk)
+    leaves = [*weights, torch.ones(1, 6, 4, requires_grad=True)]
+    wanted: tuple[Tensor, ...] = ()
+    for changed in (None, *weights):
+        for number, leaf in enumerate(leaves):
+            leaf.data = normal(number, leaf.shape, "float32")
+        total = function(leaves[-1]).square().sum()
+        if changed is not None:
+            with torch.no_grad():
+                changed.mul_(2)
+        found, told = wanted, "modified"
+        try:
+            found = torch.autograd.grad(total, leaves)
+        except RuntimeError as error:
+            told = str(error)
+        assert "modified" in told
+        wanted = wanted or found
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert wanted
 
 
 class Scaled(torch.nn.Linear):
@@ -334,30 +334,30 @@ STATEFUL: dict[str, Callable[[sp.FeedForward], object]] = {
 @pytest.mark.parametrize("lent", [False, True])
 @pytest.mark.parametrize("change", STATEFUL)
 @spmd(1, 2)
+@meshed()
 def test_a_feed_forward_with_buffers_computes_all_tokens_at_once(
-    comm: Any, change: str, lent: bool
+    mesh: sp.Mesh, change: str, lent: bool
 ) -> None:
     """A call for each chunk would change buffers more often on ranks with more chunks.
 
     If lent, `functional_call` gives the buffers and takes them back before the backward.
     """
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        torch.manual_seed(0)
-        chunked = sp.FeedForward(4, 8, comm=mesh["sp"], chunk=2)
-        STATEFUL[change](chunked)
-        whole, x = copy.deepcopy(chunked), normal(0, (1, 6, 4), "float32")
-        whole.chunk = None
-        outs, states = [], []
-        for layer in (chunked, whole):
-            state = {name: buffer * 3 for name, buffer in layer.named_buffers()} if lent else {}
-            outs.append(functional_call(layer, state, (x,)))
-            states.append([*state.values(), *layer.buffers()])
-        assert torch.equal(*outs)
-        for out in outs:
-            out.square().sum().backward()
-        for a, b in zip(chunked.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
-        assert all(map(torch.equal, *states))
+    torch.manual_seed(0)
+    chunked = sp.FeedForward(4, 8, comm=mesh["sp"], chunk=2)
+    STATEFUL[change](chunked)
+    whole, x = copy.deepcopy(chunked), normal(0, (1, 6, 4), "float32")
+    whole.chunk = None
+    outs, states = [], []
+    for layer in (chunked, whole):
+        state = {name: buffer * 3 for name, buffer in layer.named_buffers()} if lent else {}
+        outs.append(functional_call(layer, state, (x,)))
+        states.append([*state.values(), *layer.buffers()])
+    assert torch.equal(*outs)
+    for out in outs:
+        out.square().sum().backward()
+    for a, b in zip(chunked.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert all(map(torch.equal, *states))
 
 
 def test_hooks_of_all_modules_run_for_linear_sub_layers() -> None:
@@ -393,8 +393,8 @@ def test_dropout_put_into_a_layer_draws_its_numbers_again(comm: Any, *, hooked: 
 
 
 @spmd(3)
-def test_long_sums_of_half_types_are_made_in_rank_order(comm: Any) -> None:
+@meshed()
+def test_long_sums_of_half_types_are_made_in_rank_order(mesh: sp.Mesh) -> None:
     """Blocks that are added in float32 have their usual length, unlike in test_algorithms."""
     x = torch.ones(1 << 16, dtype=torch.bfloat16)
-    with sp.Mesh(comm, sp=3) as mesh:
-        assert sp.all_reduce(x, comm=mesh["sp"], deterministic=True).eq(3).all()
+    assert sp.all_reduce(x, comm=mesh["sp"], deterministic=True).eq(3).all()

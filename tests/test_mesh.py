@@ -302,17 +302,15 @@ def test_a_product_that_no_rank_has_used_is_left_without_a_message(comm: Any) ->
         use(mesh)
 
 
+@pytest.mark.mpi_skip
+@spmd(1)
 def test_a_rank_of_a_group_takes_the_device_of_its_number_in_the_world(
-    monkeypatch: pytest.MonkeyPatch,
+    comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Mock(return_value=torch.device("cpu"))
     monkeypatch.setattr(mesh_module, "named_device", asked)
-
-    def body(comm: Any) -> None:
-        comm.world_rank = 5
-        sp.Mesh(comm, sp=1).free()
-
-    run_threads(1, body)
+    comm.world_rank = 5
+    sp.Mesh(comm, sp=1).free()
     asked.assert_called_once_with(None, 5)
 
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import strategies as st
 from kit.carriers import CARRIERS
 from kit.case_leaving import loss_of_attention
+from kit.meshed import meshed
 from oracle.collective_cases import DEFINITIONS, Case, cases
 from oracle.fake_device import DelayedStreams
 from oracle.window_cases import use_window
@@ -174,34 +175,34 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Mesh], Tensor]] = {
 
 @pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
 @spmd(2)
-def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, name: str) -> None:
+@meshed()
+def test_ranks_that_go_backward_through_different_calls_are_told_so(
+    mesh: sp.Mesh, name: str
+) -> None:
     """Without the agreement each rank would get the gradient of the other call."""
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        x = torch.ones(1, 2, 2, 4, requires_grad=True)
-        first, second = (DIFFERENTIABLE[name](x, mesh) for _ in range(2))
-        with pytest.raises(
-            sp.CollectiveMismatch, match=r"rank 0: the backward of (?s:.*)rank 1.*: the backward of"
-        ):
-            (first if comm.rank else second).sum().backward()
-        # only rank 0 goes backward
-        with pytest.raises(
-            sp.CollectiveMismatch, match=r"the backward of (?s:.*)rank 1: all_reduce\("
-        ):
-            sp.all_reduce(x.detach(), comm=mesh["sp"]) if comm.rank else first.sum().backward()
-        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
+    x = torch.ones(1, 2, 2, 4, requires_grad=True)
+    first, second = (DIFFERENTIABLE[name](x, mesh) for _ in range(2))
+    with pytest.raises(
+        sp.CollectiveMismatch, match=r"rank 0: the backward of (?s:.*)rank 1.*: the backward of"
+    ):
+        (first if mesh.rank else second).sum().backward()
+    # only rank 0 goes backward
+    with pytest.raises(sp.CollectiveMismatch, match=r"the backward of (?s:.*)rank 1: all_reduce\("):
+        sp.all_reduce(x.detach(), comm=mesh["sp"]) if mesh.rank else first.sum().backward()
+    assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == mesh.size
 
 
 @pytest.mark.parametrize("graph", [False, True])
 @spmd(1, 2)
-def test_a_backward_without_messages_needs_no_other_rank(comm: Any, graph: bool) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        x = torch.ones(2, requires_grad=True)
-        whole = sp.reduce_from_group(x, comm=mesh["sp"])
-        parts = sp.gather_replicated(x, comm=mesh["sp"])
-        if comm.rank == 0:
-            (grad,) = torch.autograd.grad(whole.sum() + parts.sum(), x, create_graph=graph)
-            assert torch.equal(grad, torch.full((2,), 2.0))
-        sp.all_reduce(x, comm=mesh["sp"]).sum().backward()  # the ranks still number alike
+@meshed()
+def test_a_backward_without_messages_needs_no_other_rank(mesh: sp.Mesh, graph: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    whole = sp.reduce_from_group(x, comm=mesh["sp"])
+    parts = sp.gather_replicated(x, comm=mesh["sp"])
+    if mesh.rank == 0:
+        (grad,) = torch.autograd.grad(whole.sum() + parts.sum(), x, create_graph=graph)
+        assert torch.equal(grad, torch.full((2,), 2.0))
+    sp.all_reduce(x, comm=mesh["sp"]).sum().backward()  # the ranks still number alike
 
 
 def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> None:
@@ -284,18 +285,18 @@ def test_what_mpi_may_use_outlives_its_thread_and_is_settled_at_the_end(
 
 @pytest.mark.parametrize("carrier", ["host", "staged", "pipelined"])
 @spmd(2)
-def test_what_begins_in_inference_mode_goes_on_outside_of_it(comm: Any, carrier: str) -> None:
+@meshed()
+def test_what_begins_in_inference_mode_goes_on_outside_of_it(mesh: sp.Mesh, carrier: str) -> None:
     """Nothing else may write tensors of that mode, and a poll may come from anywhere."""
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        group, x = mesh["sp"], torch.ones(4)
-        group.transport = CARRIERS[carrier](group)
-        with torch.inference_mode():
-            begun = [
-                sp.all_reduce_start(x, comm=group, algorithm="ring"),
-                sp.all_reduce_start(2 * x, comm=group, op="max", algorithm="mpi"),
-                sp.broadcast_start(2 * x, comm=group, algorithm="mpi"),
-            ]
-        assert [each.wait().sum().item() for each in begun] == [8.0] * 3
+    group, x = mesh["sp"], torch.ones(4)
+    group.transport = CARRIERS[carrier](group)
+    with torch.inference_mode():
+        begun = [
+            sp.all_reduce_start(x, comm=group, algorithm="ring"),
+            sp.all_reduce_start(2 * x, comm=group, op="max", algorithm="mpi"),
+            sp.broadcast_start(2 * x, comm=group, algorithm="mpi"),
+        ]
+    assert [each.wait().sum().item() for each in begun] == [8.0] * 3
 
 
 PLANNED: dict[str, dict[str, Any]] = {
@@ -311,26 +312,26 @@ PLANNED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("op", PLANNED)
 @spmd(3)
+@meshed()
 def test_a_plan_runs_in_and_out_of_inference_mode(
-    comm: Any, op: str, inside: bool, transport: str
+    mesh: sp.Mesh, op: str, inside: bool, transport: str
 ) -> None:
     """Whether it was made in that mode or not."""
     base, more = op.removesuffix("_"), ({"op": "max"}, {"op": "min"}) if "all_reduce" in op else ()
-    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
-        group = mesh["sp"]
-        names = usable(group.nodes, base, window=group.window is not None)
-        for number, (algorithm, further) in enumerate(product(names, ({}, *more))):
-            given, dtype = PLANNED[op] | further, DTYPES[number % 2]
-            inputs = [torch.arange(12).view(6, 2).to(dtype) + n for n in range(comm.size)]
-            wanted = DEFINITIONS[base](inputs, given)[comm.rank]
-            x = inputs[comm.rank].clone()
-            with torch.inference_mode(inside):
-                plan = sp.plan(op, x, comm=group, algorithm=algorithm, **given)
-            for mode, start in product((not inside, inside), (False, True)):
-                x.copy_(inputs[comm.rank])
-                with torch.inference_mode(mode):
-                    found = plan.finish(plan.start()) if start else plan.run()
-                assert torch.equal(found, wanted), (algorithm, dtype, further, mode, start)
+    group = mesh["sp"]
+    names = usable(group.nodes, base, window=group.window is not None)
+    for number, (algorithm, further) in enumerate(product(names, ({}, *more))):
+        given, dtype = PLANNED[op] | further, DTYPES[number % 2]
+        inputs = [torch.arange(12).view(6, 2).to(dtype) + n for n in range(mesh.size)]
+        wanted = DEFINITIONS[base](inputs, given)[mesh.rank]
+        x = inputs[mesh.rank].clone()
+        with torch.inference_mode(inside):
+            plan = sp.plan(op, x, comm=group, algorithm=algorithm, **given)
+        for mode, start in product((not inside, inside), (False, True)):
+            x.copy_(inputs[mesh.rank])
+            with torch.inference_mode(mode):
+                found = plan.finish(plan.start()) if start else plan.run()
+            assert torch.equal(found, wanted), (algorithm, dtype, further, mode, start)
 
 
 class Held:
@@ -384,17 +385,16 @@ def test_no_thread_enters_or_waits_where_another_one_of_the_rank_polls(place: An
 
 
 @spmd(1)
-def test_a_wait_in_one_thread_and_a_poll_in_another_take_turns(comm: Any) -> None:
+@meshed()
+def test_a_wait_in_one_thread_and_a_poll_in_another_take_turns(mesh: sp.Mesh) -> None:
     held = Held()
-    with sp.Mesh(comm, sp=1) as mesh:
-        tracked = mesh["sp"].track(held)
-        threads = [Thread(target=call) for call in (mesh["sp"].poll, tracked.test)]
-        for thread in threads:
-            thread.start()
-            assert held.entered.wait(30)
-        threads[1].join(0.05)
-        assert held.count == 1
-        held.leave.set()
-        for thread in threads:
-            thread.join()
-        assert not mesh["sp"]._pending
+    threads = [Thread(target=call) for call in (mesh["sp"].poll, mesh["sp"].track(held).test)]
+    for thread in threads:
+        thread.start()
+        assert held.entered.wait(30)
+    threads[1].join(0.05)
+    assert held.count == 1
+    held.leave.set()
+    for thread in threads:
+        thread.join()
+    assert not mesh["sp"]._pending

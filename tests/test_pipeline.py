@@ -15,6 +15,7 @@ import pytest
 import torch
 from domains.declared import normal
 from hypothesis import example, given, strategies as st
+from kit.meshed import meshed
 from llama_cases import Case
 from oracle.collective_cases import in_memory
 from oracle.link import LinkModel
@@ -82,62 +83,62 @@ def test_stages_before_the_last_one_are_split_as_their_layers_alone() -> None:
 @pytest.mark.parametrize("without", ["neither", "first", "last"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float64", "expanded", "transposed"])
 @spmd(2, 3)
+@meshed("pp")
 def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
-    comm: Any, kind: str, without: str, tied: bool
+    mesh: sp.Mesh, kind: str, without: str, tied: bool
 ) -> None:
     """If untied, the embedding is on the first stage only, and the head on the last stage only.
 
     `kind` is the dtype of the gradients, or how they lie in memory. The weights are in float32.
     """
-    stage = {0: "first", comm.size - 1: "last"}.get(comm.rank, "middle")
+    stage = {0: "first", mesh.size - 1: "last"}.get(mesh.rank, "middle")
     ends = {"norm", "embed_tokens" if tied else "lm_head"}
-    with sp.Mesh(comm, pp=comm.size) as mesh:
-        model = Case((4, 2), layers=4, tied=tied, dtype="float32").model(mesh)
-        names = {name.split(".")[0] for name, _ in model.named_parameters()} - {"layers"}
-        assert names == {"first": {"embed_tokens"}, "middle": set(), "last": ends}[stage]
-        weight = model.embed_tokens.weight if "embed_tokens" in names else None
-        dtype = getattr(torch, kind, torch.float32)
-        if weight is not None:
-            weight.grad_dtype = dtype
-            numbers = torch.arange(weight.numel(), device=weight.device).remainder(64)
-            numbers = in_memory(numbers.view_as(weight).to(dtype), kind)
-        if weight is not None and stage != without:
-            own = numbers * (1.0 if stage == "first" else 2.0)
-            other = (stage, kind) == ("last", "transposed")  # the two may lie differently
-            weight.grad = in_memory(own, "contiguous" if other else kind)
-        sum_tied_gradients(model)
-        if tied and weight is not None:
-            wanted = {"neither": 3.0, "first": 2.0, "last": 1.0}[without]
-            assert torch.equal(cast("Tensor", weight.grad), numbers * wanted)
+    model = Case((4, 2), layers=4, tied=tied, dtype="float32").model(mesh)
+    names = {name.split(".")[0] for name, _ in model.named_parameters()} - {"layers"}
+    assert names == {"first": {"embed_tokens"}, "middle": set(), "last": ends}[stage]
+    weight = model.embed_tokens.weight if "embed_tokens" in names else None
+    dtype = getattr(torch, kind, torch.float32)
+    if weight is not None:
+        weight.grad_dtype = dtype
+        numbers = torch.arange(weight.numel(), device=weight.device).remainder(64)
+        numbers = in_memory(numbers.view_as(weight).to(dtype), kind)
+    if weight is not None and stage != without:
+        own = numbers * (1.0 if stage == "first" else 2.0)
+        other = (stage, kind) == ("last", "transposed")  # the two may lie differently
+        weight.grad = in_memory(own, "contiguous" if other else kind)
+    sum_tied_gradients(model)
+    if tied and weight is not None:
+        wanted = {"neither": 3.0, "first": 2.0, "last": 1.0}[without]
+        assert torch.equal(cast("Tensor", weight.grad), numbers * wanted)
 
 
 @pytest.mark.parametrize("given", [False, True])
 @spmd(2, 3)
-def test_copies_of_a_tied_weight_need_gradients_of_one_dtype(comm: Any, given: bool) -> None:
-    with sp.Mesh(comm, pp=comm.size) as mesh:
-        model = Case((4, 2), layers=4, tied=True).model(mesh)
-        if model.is_last:
-            weight = model.embed_tokens.weight
-            weight.grad_dtype = torch.float32
-            weight.grad = torch.ones_like(weight, dtype=torch.float32) if given else None
-        error = r"of torch.float64 .* first .* of torch.float32 .* last\. Set `grad_dtype` alike"
-        with pytest.raises(sp.DtypeError, match=error):
-            sum_tied_gradients(model)
+@meshed("pp")
+def test_copies_of_a_tied_weight_need_gradients_of_one_dtype(mesh: sp.Mesh, given: bool) -> None:
+    model = Case((4, 2), layers=4, tied=True).model(mesh)
+    if model.is_last:
+        weight = model.embed_tokens.weight
+        weight.grad_dtype = torch.float32
+        weight.grad = torch.ones_like(weight, dtype=torch.float32) if given else None
+    error = r"of torch.float64 .* first .* of torch.float32 .* last\. Set `grad_dtype` alike"
+    with pytest.raises(sp.DtypeError, match=error):
+        sum_tied_gradients(model)
 
 
 @pytest.mark.parametrize("frozen", ["everywhere", "first", "last"])
 @spmd(2, 3)
-def test_a_frozen_tied_weight_gets_no_gradient(comm: Any, frozen: str) -> None:
+@meshed("pp")
+def test_a_frozen_tied_weight_gets_no_gradient(mesh: sp.Mesh, frozen: str) -> None:
     """Weights that learn on one stage only would become different, so they are refused."""
-    with sp.Mesh(comm, pp=comm.size) as mesh:
-        model = Case((4, 2), layers=4, tied=True).model(mesh)
-        stage = {0: "first", comm.size - 1: "last"}.get(comm.rank)
-        for weight in model.embed_tokens.parameters() if stage else ():
-            weight.requires_grad_(frozen not in ("everywhere", stage))
-        error = pytest.raises(ValueError, match="requires_grad=True on one of the two stages")
-        with nullcontext() if frozen == "everywhere" else error:
-            sum_tied_gradients(model)
-        assert not any(weight.grad is not None for weight in model.parameters())
+    model = Case((4, 2), layers=4, tied=True).model(mesh)
+    stage = {0: "first", mesh.size - 1: "last"}.get(mesh.rank)
+    for weight in model.embed_tokens.parameters() if stage else ():
+        weight.requires_grad_(frozen not in ("everywhere", stage))
+    error = pytest.raises(ValueError, match="requires_grad=True on one of the two stages")
+    with nullcontext() if frozen == "everywhere" else error:
+        sum_tied_gradients(model)
+    assert not any(weight.grad is not None for weight in model.parameters())
 
 
 HELD_TWICE = {
@@ -167,34 +168,34 @@ def test_copies_of_a_weight_get_equal_gradients_whatever_the_order_of_sums(
 
 
 @spmd(2, 3)
-def test_a_frozen_first_stage_trains_the_others(comm: Any) -> None:
+@meshed("pp")
+def test_a_frozen_first_stage_trains_the_others(mesh: sp.Mesh) -> None:
     """The other weights get the gradients that they have if all weights learn."""
-    with sp.Mesh(comm, pp=comm.size) as mesh:
-        found = []
-        for is_frozen in (False, True):
-            model = Case((4, 2), layers=4).model(mesh)
-            for weight in model.parameters():
-                weight.requires_grad_(not (is_frozen and comm.rank == 0))
-            loss_and_gradients(model, [BATCH] * 2)
-            found.append([weight.grad for weight in model.parameters()])
-        assert all(
-            x is None if comm.rank == 0 else torch.equal(x, y) for y, x in zip(*found, strict=True)
-        )
+    found = []
+    for is_frozen in (False, True):
+        model = Case((4, 2), layers=4).model(mesh)
+        for weight in model.parameters():
+            weight.requires_grad_(not (is_frozen and mesh.rank == 0))
+        loss_and_gradients(model, [BATCH] * 2)
+        found.append([weight.grad for weight in model.parameters()])
+    assert all(
+        x is None if mesh.rank == 0 else torch.equal(x, y) for y, x in zip(*found, strict=True)
+    )
 
 
 @spmd(1, 2, 3)
-def test_without_gradients_a_pipeline_returns_the_same_loss(comm: Any) -> None:
+@meshed("pp")
+def test_without_gradients_a_pipeline_returns_the_same_loss(mesh: sp.Mesh) -> None:
     """No stage waits for a gradient, and none is made."""
-    with sp.Mesh(comm, pp=comm.size) as mesh:
-        model = Case((4, 2), layers=4).model(mesh)
-        compute = partial(loss_and_gradients, model, [BATCH] * 2)
-        losses = [compute(recompute=recompute) for recompute in (False, True)]
-        model.zero_grad()
-        with torch.no_grad():
-            losses += [compute(recompute=recompute) for recompute in (False, True)]
-            losses.append(compute(ordering=prefill_only))
-        assert all(torch.equal(loss, losses[0]) for loss in losses)
-        assert all(x.grad is None for x in model.parameters())
+    model = Case((4, 2), layers=4).model(mesh)
+    compute = partial(loss_and_gradients, model, [BATCH] * 2)
+    losses = [compute(recompute=recompute) for recompute in (False, True)]
+    model.zero_grad()
+    with torch.no_grad():
+        losses += [compute(recompute=recompute) for recompute in (False, True)]
+        losses.append(compute(ordering=prefill_only))
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert all(x.grad is None for x in model.parameters())
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -274,12 +275,12 @@ def test_passes_keep_the_order_and_their_limit(lengths: list[int], size: int, mo
 
 
 @spmd(1, 2)
-def test_of_a_packed_row_only_the_last_tokens_are_kept(comm: Any) -> None:
+@meshed("ring")
+def test_of_a_packed_row_only_the_last_tokens_are_kept(mesh: sp.Mesh) -> None:
     texts = [[1] * 20] * 6
-    plan = POLICIES["contiguous"]([*map(len, texts)], comm.size, Work(1, 1))
-    with sp.Mesh(comm, ring=comm.size) as mesh:
-        rows = compute(Case((4, 2)).model(mesh), texts, plan, pass_tokens=40).values()
-        assert all(row.untyped_storage().nbytes() == row.nbytes for row in rows)
+    plan = POLICIES["contiguous"]([*map(len, texts)], mesh.size, Work(1, 1))
+    rows = compute(Case((4, 2)).model(mesh), texts, plan, pass_tokens=40).values()
+    assert all(row.untyped_storage().nbytes() == row.nbytes for row in rows)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

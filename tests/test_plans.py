@@ -9,6 +9,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
+from kit.meshed import meshed
 from oracle.fake_device import DelayedMemory
 from oracle.schedule_cases import NAMES, schedule
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -89,30 +90,30 @@ def test_a_rank_goes_on_before_its_sends_are_complete(op: str, algorithm: str) -
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "shift"])
 @pytest.mark.parametrize("lacking", [0, 1])
 @spmd(2, 4)
+@meshed(transport="window", tuning="off")
 def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
-    comm: Any, op: str, lacking: int
+    mesh: sp.Mesh, op: str, lacking: int
 ) -> None:
     """Vectors of 16 KiB or more are read in place, if every rank's tensor is in shared memory."""
-    with sp.Mesh(comm, transport="window", tuning="off", sp=comm.size) as mesh:
-        group, count = mesh["sp"], (1 << 12) // (comm.size if op == "all_gather" else 1) - lacking
-        values = torch.arange(float(count)) + comm.rank
-        shared = sp.shared_empty((count,), comm=group).copy_(values)
-        mixed = shared if comm.rank == 0 else values
-        plans = [sp.plan(op, x, comm=group) for x in (shared, values, mixed)]
-        assert [made.algorithm for made in plans] == [
-            "mpi" if lacking else "window",
-            "mpi",
-            "mpi",
-        ]
-        usual, *others = [made.run().clone() for made in plans]
-        assert all(torch.equal(usual, other) for other in others)
-        assert sp.plan(op, shared.view(torch.int32), comm=group).algorithm == "mpi"
-        room = sp.shared_empty((2 * count,), comm=group)
-        for start, algorithm in ((count, plans[0].algorithm), (comm.rank, "mpi")):
-            part = room[start : start + count].copy_(values)  # at one place or at several
-            made = sp.plan(op, part, comm=group)
-            assert made.algorithm == algorithm
-            assert torch.equal(made.run(), usual)
+    group, count = mesh["sp"], (1 << 12) // (mesh.size if op == "all_gather" else 1) - lacking
+    values = torch.arange(float(count)) + mesh.rank
+    shared = sp.shared_empty((count,), comm=group).copy_(values)
+    mixed = shared if mesh.rank == 0 else values
+    plans = [sp.plan(op, x, comm=group) for x in (shared, values, mixed)]
+    assert [made.algorithm for made in plans] == [
+        "mpi" if lacking else "window",
+        "mpi",
+        "mpi",
+    ]
+    usual, *others = [made.run().clone() for made in plans]
+    assert all(torch.equal(usual, other) for other in others)
+    assert sp.plan(op, shared.view(torch.int32), comm=group).algorithm == "mpi"
+    room = sp.shared_empty((2 * count,), comm=group)
+    for start, algorithm in ((count, plans[0].algorithm), (mesh.rank, "mpi")):
+        part = room[start : start + count].copy_(values)  # at one place or at several
+        made = sp.plan(op, part, comm=group)
+        assert made.algorithm == algorithm
+        assert torch.equal(made.run(), usual)
 
 
 @pytest.mark.parametrize("transport", ["host", "window"])
@@ -134,12 +135,12 @@ def test_what_was_not_measured_is_left_to_the_library(comm: Any, transport: str)
 
 
 @spmd(2, 3)
-def test_a_sum_in_place_does_not_mind_the_stride_of_a_dim_of_one(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        for strides in ((3, 0, 1), (3, 3, 1), (3, 7, 1)):
-            x = torch.ones(6).as_strided((2, 1, 3), strides)
-            assert sp.all_reduce_(x, comm=mesh["sp"]) is x
-            assert torch.equal(x, torch.full((2, 1, 3), float(comm.size)))
+@meshed()
+def test_a_sum_in_place_does_not_mind_the_stride_of_a_dim_of_one(mesh: sp.Mesh) -> None:
+    for strides in ((3, 0, 1), (3, 3, 1), (3, 7, 1)):
+        x = torch.ones(6).as_strided((2, 1, 3), strides)
+        assert sp.all_reduce_(x, comm=mesh["sp"]) is x
+        assert torch.equal(x, torch.full((2, 1, 3), float(mesh.size)))
 
 
 @pytest.mark.parametrize("op", sorted({*ALGORITHMS, "all_reduce_"} - {"all_to_all"}))
@@ -164,40 +165,40 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
 
 
 @spmd(2)
-def test_scratch_of_a_started_collective_is_free_again_after_its_end(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        for _ in range(2):
-            begun = sp.all_reduce_start(torch.ones(64), comm=mesh["sp"], algorithm="ring")
-            assert not mesh["sp"].scratch._free
-            assert begun.wait()[0].item() == 2.0
-            assert len(mesh["sp"].scratch._free) == 1
+@meshed()
+def test_scratch_of_a_started_collective_is_free_again_after_its_end(mesh: sp.Mesh) -> None:
+    for _ in range(2):
+        begun = sp.all_reduce_start(torch.ones(64), comm=mesh["sp"], algorithm="ring")
+        assert not mesh["sp"].scratch._free
+        assert begun.wait()[0].item() == 2.0
+        assert len(mesh["sp"].scratch._free) == 1
 
 
 @spmd(4)
-def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default(comm: Any) -> None:
+@meshed(algorithm={"reduce_scatter": "pairwise"})
+def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default(mesh: sp.Mesh) -> None:
     """The scratch shows which one ran: two pieces for the ring, P - 1 pieces for pairwise.
 
     An all-to-all has no scratch, but pairwise P - 1 messages, and the library none.
     """
-    with sp.Mesh(comm, algorithm={"reduce_scatter": "pairwise"}, sp=comm.size) as mesh:
-        x = torch.ones(3, requires_grad=True)
-        for algorithm, pieces in (("ring", 2), ("bruck", 3), ("ring", 3)):  # the most of any call
-            sp.all_gather(x, comm=mesh["sp"], algorithm=algorithm).sum().backward()
-            assert mesh["sp"].counters["reduce_scatter"].scratch == pieces * x.nbytes
-        x = torch.ones(4, 1, requires_grad=True)
-        how: Any = {"split_dim": 0, "concat_dim": 1, "algorithm": "pairwise"}
-        sp.all_to_all(x, comm=mesh["sp"], **how).sum().backward()
-        assert mesh["sp"].counters["all_to_all"].messages == 2 * 3
+    x = torch.ones(3, requires_grad=True)
+    for algorithm, pieces in (("ring", 2), ("bruck", 3), ("ring", 3)):  # the most of any call
+        sp.all_gather(x, comm=mesh["sp"], algorithm=algorithm).sum().backward()
+        assert mesh["sp"].counters["reduce_scatter"].scratch == pieces * x.nbytes
+    x = torch.ones(4, 1, requires_grad=True)
+    how: Any = {"split_dim": 0, "concat_dim": 1, "algorithm": "pairwise"}
+    sp.all_to_all(x, comm=mesh["sp"], **how).sum().backward()
+    assert mesh["sp"].counters["all_to_all"].messages == 2 * 3
 
 
 @spmd(1)
-def test_tags_never_run_out(comm: Any) -> None:
+@meshed()
+def test_tags_never_run_out(mesh: sp.Mesh) -> None:
     """MPI 4.1, section 9.1.2, guarantees tags 0 to 32767.
 
     Tag 0 is for messages that all ranks post in the same order, 32767 says that a rank has left.
     """
-    with sp.Mesh(comm, sp=1) as mesh:
-        tags = [mesh["sp"].next_tag() for _ in range(70_000)]
+    tags = [mesh["sp"].next_tag() for _ in range(70_000)]
     assert (min(tags), max(tags)) == (1, 32766)
     assert all(len(set(tags[start : start + 1000])) == 1000 for start in range(0, len(tags), 1000))
 
@@ -215,48 +216,48 @@ def test_a_vector_is_moved_by_one_call_that_does_not_block(
 
 @pytest.mark.parametrize("transport", ["host", "window"])
 @spmd(1, 2)
-def test_torch_notices_that_a_run_overwrites_a_saved_tensor(comm: Any, transport: str) -> None:
-    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
-        weight, group = torch.ones(3, requires_grad=True), mesh["sp"]
-        for op, algorithm in (("all_reduce", "auto"), ("all_reduce_", "auto"), NAMES[0]):
-            plan = sp.plan(op, torch.ones(3), comm=group, algorithm=algorithm)
-            for begin, finish in ((plan.run, lambda _: None), (plan.start, plan.finish)):
-                saved = weight * plan.run().view(-1)[:3]
-                under_way: Any = begin()
-                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                    saved.sum().backward()
-                finish(under_way)
-        x = torch.ones(3)
-        saved = weight * x
-        sp.all_reduce_(x, comm=group)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            saved.sum().backward()
+@meshed()
+def test_torch_notices_that_a_run_overwrites_a_saved_tensor(mesh: sp.Mesh, transport: str) -> None:
+    weight, group = torch.ones(3, requires_grad=True), mesh["sp"]
+    for op, algorithm in (("all_reduce", "auto"), ("all_reduce_", "auto"), NAMES[0]):
+        plan = sp.plan(op, torch.ones(3), comm=group, algorithm=algorithm)
+        for begin, finish in ((plan.run, lambda _: None), (plan.start, plan.finish)):
+            saved = weight * plan.run().view(-1)[:3]
+            under_way: Any = begin()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                saved.sum().backward()
+            finish(under_way)
+    x = torch.ones(3)
+    saved = weight * x
+    sp.all_reduce_(x, comm=group)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
 
 
 @pytest.mark.parametrize("check", ["agree", "off"])
 @spmd(1, 2)
-def test_a_plan_has_one_run_at_a_time(comm: Any, check: Any) -> None:
-    with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
-        plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"])
+@meshed()
+def test_a_plan_has_one_run_at_a_time(mesh: sp.Mesh, check: Any) -> None:
+    plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"])
+    handle = plan.start()
+    for begin in (plan.start, plan.run):
+        with pytest.raises(sp.RankError, match=r"is under way\. Call finish"):
+            begin()
+    for wrong in (None, sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"]).start()):
+        with pytest.raises(ValueError, match="Pass the handle"):
+            plan.finish(wrong)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert torch.equal(plan.finish(handle), torch.full((3,), float(mesh.size)))
+        with pytest.raises(ValueError, match="Pass the handle"):
+            plan.finish(handle)
         handle = plan.start()
-        for begin in (plan.start, plan.run):
-            with pytest.raises(sp.RankError, match=r"is under way\. Call finish"):
-                begin()
-        for wrong in (None, sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"]).start()):
-            with pytest.raises(ValueError, match="Pass the handle"):
-                plan.finish(wrong)  # type: ignore[arg-type]
-        for _ in range(2):
-            assert torch.equal(plan.finish(handle), torch.full((3,), float(comm.size)))
-            with pytest.raises(ValueError, match="Pass the handle"):
-                plan.finish(handle)
-            handle = plan.start()
-        plan.finish(handle)
-        for name in ("run", "start"):
-            plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"])
-            vars(plan._bound)[name] = Mock(side_effect=KeyError)
-            for error in (KeyError, sp.RankError):  # the second run finds the first one unfinished
-                with pytest.raises(error):
-                    getattr(plan, name)()
+    plan.finish(handle)
+    for name in ("run", "start"):
+        plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"])
+        vars(plan._bound)[name] = Mock(side_effect=KeyError)
+        for error in (KeyError, sp.RankError):  # the second run finds the first one unfinished
+            with pytest.raises(error):
+                getattr(plan, name)()
 
 
 class ByAddress(DelayedMemory):
@@ -268,17 +269,17 @@ class ByAddress(DelayedMemory):
 
 @pytest.mark.parametrize("way", ["ring", "window"])
 @spmd(2)
-def test_the_memory_of_a_started_run_outlives_its_plan(comm: Any, way: str) -> None:
+@meshed()
+def test_the_memory_of_a_started_run_outlives_its_plan(mesh: sp.Mesh, way: str) -> None:
     """A program may lose a plan by an error. Copies that are under way still write its result."""
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        group = mesh["sp"]
-        group.window = Window(group._comm, 256, DelayedMemory())
-        group.window.memory = ByAddress()
-        plan = sp.plan("all_gather", torch.ones(3), comm=group, algorithm=way)
-        memory, handle = StorageWeakRef(plan._prepared.out.untyped_storage()), plan.start()
-        del plan
-        assert not memory.expired()
-        group.wait(handle, "all_gather")
+    group = mesh["sp"]
+    group.window = Window(group._comm, 256, DelayedMemory())
+    group.window.memory = ByAddress()
+    plan = sp.plan("all_gather", torch.ones(3), comm=group, algorithm=way)
+    memory, handle = StorageWeakRef(plan._prepared.out.untyped_storage()), plan.start()
+    del plan
+    assert not memory.expired()
+    group.wait(handle, "all_gather")
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -297,34 +298,34 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("check", ["agree", "off"])
 @pytest.mark.parametrize("op", ["all_reduce", "all_reduce_", "all_gather"])
 @spmd(1, 2)
+@meshed()
 def test_a_plan_refuses_an_input_that_got_other_memory(
-    comm: Any, op: str, check: Any, change: str
+    mesh: sp.Mesh, op: str, check: Any, change: str
 ) -> None:
     """With check="agree" every rank refuses, also if the input changed on one rank only."""
-    with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
-        for strided in (False, True):
-            x = torch.ones(4, 8)[:, ::2] if strided and change != "resize_" else torch.ones(4, 4)
-            plan = sp.plan(op, x, comm=mesh["sp"])
-            before = mesh["sp"].counters[op.removesuffix("_")].bytes_sent
-            if comm.rank == 0 or check == "off":
-                CHANGES[change](x)
-            for begin in (plan.run, plan.start):
-                with pytest.raises(sp.RankError, match=r"of the plan of all_.* Make a new plan on"):
-                    begin()
-            assert mesh["sp"].counters[op.removesuffix("_")].bytes_sent == before
+    for strided in (False, True):
+        x = torch.ones(4, 8)[:, ::2] if strided and change != "resize_" else torch.ones(4, 4)
+        plan = sp.plan(op, x, comm=mesh["sp"])
+        before = mesh["sp"].counters[op.removesuffix("_")].bytes_sent
+        if mesh.rank == 0 or check == "off":
+            CHANGES[change](x)
+        for begin in (plan.run, plan.start):
+            with pytest.raises(sp.RankError, match=r"of the plan of all_.* Make a new plan on"):
+                begin()
+        assert mesh["sp"].counters[op.removesuffix("_")].bytes_sent == before
 
 
 @pytest.mark.parametrize("transport", ["host", "window"])
 @spmd(1, 2)
+@meshed()
 def test_a_plan_takes_new_values_in_the_memory_that_its_input_has(
-    comm: Any, transport: str
+    mesh: sp.Mesh, transport: str
 ) -> None:
     """This includes no elements, shared memory, and a gradient that the input requires later."""
-    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
-        group = mesh["sp"]
-        for x in (torch.ones(0, 3), torch.ones(3), sp.shared_empty((1 << 12,), comm=group)):
-            plan = sp.plan("all_reduce", x, comm=group)
-            x.fill_(2).requires_grad_()
-            assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * comm.size))
-            x.data = x.data
-            assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * comm.size))
+    group = mesh["sp"]
+    for x in (torch.ones(0, 3), torch.ones(3), sp.shared_empty((1 << 12,), comm=group)):
+        plan = sp.plan("all_reduce", x, comm=group)
+        x.fill_(2).requires_grad_()
+        assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * mesh.size))
+        x.data = x.data
+        assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * mesh.size))

@@ -12,6 +12,7 @@ from domains.declared import normal
 from domains.public import documented, told_alike
 from hypothesis import strategies as st
 from kit.carriers import Passing
+from kit.meshed import meshed
 from oracle.collective_cases import NEEDED, OPS, Case, cases, part_of
 from oracle.once import contents
 from oracle.ways import Way, ways
@@ -242,20 +243,20 @@ def test_an_agreement_gathers_only_if_ranks_differ(
 @pytest.mark.parametrize("check", ["agree", "off"])
 @pytest.mark.parametrize("transport", ["host", "window"])
 @spmd(2, 3)
-def test_a_plan_agrees_when_it_is_made(comm: Any, transport: str, check: Any) -> None:
+@meshed()
+def test_a_plan_agrees_when_it_is_made(mesh: sp.Mesh, transport: str, check: Any) -> None:
     """Each run makes an agreement as well, unless the mesh was made with `check="off"`."""
-    with sp.Mesh(comm, transport=transport, check=check, sp=comm.size) as mesh:
-        for op in PLANS:
-            x, control = torch.ones(99 * comm.size, 99), mesh["sp"].counters["control"]
-            before = control.calls
-            plan = sp.plan(op, x, comm=mesh["sp"], **NEEDED.get(op, {}))
-            asks = op in ("all_gather", "all_to_all", "shift")  # ranks exchange their lengths
-            resident = transport == "window" and op != "all_to_all"
-            made = (check == "agree" or asks) + resident
-            assert control.calls - before == made, op
-            plan.run()
-            plan.finish(plan.start())
-            assert control.calls - before == made + 2 * (check == "agree"), op
+    for op in PLANS:
+        x, control = torch.ones(99 * mesh.size, 99), mesh["sp"].counters["control"]
+        before = control.calls
+        plan = sp.plan(op, x, comm=mesh["sp"], **NEEDED.get(op, {}))
+        asks = op in ("all_gather", "all_to_all", "shift")  # ranks exchange their lengths
+        resident = transport == "window" and op != "all_to_all"
+        made = (check == "agree" or asks) + resident
+        assert control.calls - before == made, op
+        plan.run()
+        plan.finish(plan.start())
+        assert control.calls - before == made + 2 * (check == "agree"), op
 
 
 PLANS = (*OPS[:7], "all_reduce_")
@@ -271,19 +272,19 @@ PLANNED = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transport", ["host", "window"])
 @spmd(3)
-def test_a_run_of_a_plan_makes_no_tensor(comm: Any, transport: str, dtype: torch.dtype) -> None:
-    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
-        for op, named in PLANNED:
-            if named["algorithm"] == "window" and mesh["sp"].window is None:
-                continue
-            x = torch.ones(30, 60, dtype=dtype)[:, ::2]
-            plan = sp.plan(op, x, comm=mesh["sp"], **named, **NEEDED.get(op, {}))
-            with LiveBytes() as live:
-                for _ in range(2 * SLOTS if plan.algorithm == "window" else 1):
-                    plan.run()  # by now the plan has made all tensors that it keeps
-                before = live.peak = live.now
-                plan.run()
-                assert live.peak == before, (op, named)
+@meshed()
+def test_a_run_of_a_plan_makes_no_tensor(mesh: sp.Mesh, transport: str, dtype: torch.dtype) -> None:
+    for op, named in PLANNED:
+        if named["algorithm"] == "window" and mesh["sp"].window is None:
+            continue
+        x = torch.ones(30, 60, dtype=dtype)[:, ::2]
+        plan = sp.plan(op, x, comm=mesh["sp"], **named, **NEEDED.get(op, {}))
+        with LiveBytes() as live:
+            for _ in range(2 * SLOTS if plan.algorithm == "window" else 1):
+                plan.run()  # by now the plan has made all tensors that it keeps
+            before = live.peak = live.now
+            plan.run()
+            assert live.peak == before, (op, named)
 
 
 @pytest.mark.parametrize(("op", "copies"), [("sum", 1), ("max", 5)])

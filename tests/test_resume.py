@@ -181,19 +181,6 @@ def test_a_training_is_loaded_as_it_was_saved(comm: Any, tmp_path: Path) -> None
             assert all(torch.equal(*pair) for pair in pairs)
 
 
-@spmd(1, 2)
-def test_a_schedule_of_other_parts_is_refused(comm: Any, tmp_path: Path) -> None:
-    folder = shared(comm, tmp_path)
-    with mesh_of(comm, 0) as mesh:
-        training = Training(CASE.model(mesh), "SGD", "warm-up, then milestones")
-        training.save(folder / "saved")
-        for made in (SCHEDULES.LinearLR, SCHEDULES.ExponentialLR):
-            parts: list[Any] = [made(training.optimizer, 0.1) for _ in range(2)]
-            training.scheduler = SCHEDULES.SequentialLR(training.optimizer, parts, [2])
-            with pytest.raises(sp.CheckpointError, match=r"scheduler .*'MultiStepLR'.*, now "):
-                training.load(folder / "saved")
-
-
 def edited(change: Callable[[Any], object], folder: Path) -> None:
     edit(folder / RECORD, lambda x: (change(x), None)[1])
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.meshed import meshed
 from oracle.attention_check import Shards, check_attention
 from oracle.strategies import AttentionProblem, attention_problems
 from oracle.ways import Way, ways
@@ -137,22 +138,24 @@ def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_trave
 
 @EVERY_SCHEME
 @spmd()
-def test_a_result_may_be_changed_in_place_and_no_gradient_is_wrong(comm: Any, name: str) -> None:
+@meshed(device=device)
+def test_a_result_may_be_changed_in_place_and_no_gradient_is_wrong(
+    mesh: sp.Mesh, name: str
+) -> None:
     """The backward needs the result as it was, as that of torch's own attention, and says so.
 
     The result of Ulysses is a copy if there are several ranks. Then the gradient is right.
     """
-    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
-        shards = Shards(PLAIN, comm.rank, comm.size, mesh["sp"].device)
-        out, _ = shards.run(on(mesh, name))
-        (grad,) = torch.autograd.grad(out.sum(), shards.local[0], retain_graph=True)
-        wanted = 2 * out.detach()
-        assert torch.equal(out.mul_(2), wanted)
-        copies = name == "ulysses" and comm.size > 1
-        refused = pytest.raises(RuntimeError, match="modified by an inplace operation")
-        with nullcontext() if copies else refused:
-            (again,) = torch.autograd.grad(out.sum(), shards.local[0])
-            assert torch.allclose(again, 2 * grad)
+    shards = Shards(PLAIN, mesh.rank, mesh.size, mesh["sp"].device)
+    out, _ = shards.run(on(mesh, name))
+    (grad,) = torch.autograd.grad(out.sum(), shards.local[0], retain_graph=True)
+    wanted = 2 * out.detach()
+    assert torch.equal(out.mul_(2), wanted)
+    copies = name == "ulysses" and mesh.size > 1
+    refused = pytest.raises(RuntimeError, match="modified by an inplace operation")
+    with nullcontext() if copies else refused:
+        (again,) = torch.autograd.grad(out.sum(), shards.local[0])
+        assert torch.allclose(again, 2 * grad)
 
 
 EVERY_SECOND = (*range(0, 41, 2), 41)
@@ -241,19 +244,20 @@ def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) ->
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @EVERY_SCHEME
 @spmd(1, 2)
+@meshed(device=device)
 def test_keys_that_many_queries_and_heads_read_have_the_bound_of_half_types(
-    comm: Any, name: str, dtype: str
+    mesh: sp.Mesh, name: str, dtype: str
 ) -> None:
     """All summands of dv have one sign, so a sum made in a half type would stop growing."""
     sizes: dict[str, Any] = {"batch": 1, "seq_len": 1400, "kv_len": 4, "kv_heads": 1, "group": 64}
     problem = replace(WHOLE, **sizes, dtype=dtype, upstream="expanded", sinks=None)
-    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
-        check_attention(name, on(mesh, name), problem, mesh["sp"])
+    check_attention(name, on(mesh, name), problem, mesh["sp"])
 
 
 @EVERY_SCHEME
 @spmd(4)
-def test_partial_sums_of_gradients_may_leave_the_range_of_float16(comm: Any, name: str) -> None:
+@meshed(device=device)
+def test_partial_sums_of_gradients_may_leave_the_range_of_float16(mesh: sp.Mesh, name: str) -> None:
     """Blocks, steps and copies of a head add 2^15 + 2^15 - 2^15, to the gradients of q and v."""
     queries = sp.Sharding.from_positions([[5, 6], [0], [2], [1]])
     keys = sp.Sharding.from_positions([[7], [8], [4], [0, 5, 6]])
@@ -262,14 +266,13 @@ def test_partial_sums_of_gradients_may_leave_the_range_of_float16(comm: Any, nam
     do[0, :4, :, 0] = torch.tensor([2**15, 2**15, -(2**15), 0]).diag()
     do[:, 4, 0] = 2**10
     found = []
-    with sp.Mesh(comm, device=device(), sp=4) as mesh:
-        for dtype in (torch.float64, torch.float16):
-            parts = (queries, q), (keys, k), (keys, v), (queries, do)
-            *leaves, grad = (x.shard(y, comm.rank, 1).to(device(), dtype) for x, y in parts)
-            leaves = [x.requires_grad_() for x in leaves]
-            given: Any = {"sharding": queries, "kv_sharding": keys, "mask": sp.Mask(causal=True)}
-            out = on(mesh, name)(*leaves, **given)
-            found.append(torch.autograd.grad(out, leaves, grad))
+    for dtype in (torch.float64, torch.float16):
+        parts = (queries, q), (keys, k), (keys, v), (queries, do)
+        *leaves, grad = (x.shard(y, mesh.rank, 1).to(device(), dtype) for x, y in parts)
+        leaves = [x.requires_grad_() for x in leaves]
+        given: Any = {"sharding": queries, "kv_sharding": keys, "mask": sp.Mask(causal=True)}
+        out = on(mesh, name)(*leaves, **given)
+        found.append(torch.autograd.grad(out, leaves, grad))
     assert all(torch.equal(a.half(), b) for a, b in zip(*found, strict=True))
 
 

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock, Mock, call
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.meshed import meshed
 from oracle.attention_check import check_attention
 from oracle.collective_cases import Case, cases
 from oracle.fake_device import DelayedMemory, DelayedStreams
@@ -64,19 +65,19 @@ def test_the_transport_of_messages_is_the_one_that_is_named(
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "shift"])
 @spmd(2, 3)
-def test_mpi_reads_what_the_device_has_computed_last(comm: Any, op: str) -> None:
+@meshed()
+def test_mpi_reads_what_the_device_has_computed_last(mesh: sp.Mesh, op: str) -> None:
     """This holds for a call, for a call that is started, and for every run of a plan."""
     streams = DelayedStreams()
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        group, x = mesh["sp"], torch.ones(3 * comm.size)
-        wanted = getattr(sp, op)(x, comm=group)
-        group.transport = DeviceTransport(group._comm, streams.begin)
-        call_, start = (partial(getattr(sp, name), x, comm=group) for name in (op, f"{op}_start"))
-        plan = sp.plan(op, x, comm=group)
-        for run in (call_, lambda: start().wait(), plan.run, plan.run):
-            x.zero_()
-            streams.compute(partial(x.fill_, 1.0))
-            assert torch.equal(run(), wanted)
+    group, x = mesh["sp"], torch.ones(3 * mesh.size)
+    wanted = getattr(sp, op)(x, comm=group)
+    group.transport = DeviceTransport(group._comm, streams.begin)
+    call_, start = (partial(getattr(sp, name), x, comm=group) for name in (op, f"{op}_start"))
+    plan = sp.plan(op, x, comm=group)
+    for run in (call_, lambda: start().wait(), plan.run, plan.run):
+        x.zero_()
+        streams.compute(partial(x.fill_, 1.0))
+        assert torch.equal(run(), wanted)
 
 
 @spmd()
@@ -158,32 +159,32 @@ def pipelined(
     nbytes=st.sampled_from([1, 40, 200, 10**6]),
     polls=st.integers(0, 4),
 )
+@meshed()
 def test_results_are_right_however_late_the_device_is(
-    comm: Any, on_device: bool, case: Case, nbytes: int, polls: int
+    mesh: sp.Mesh, on_device: bool, case: Case, nbytes: int, polls: int
 ) -> None:
     """The device computes inputs late and copies late. Results are read after its work."""
     case = replace(case, dim=0, view="plain")
     streams = DelayedStreams(polls, lazy=True)
-    memory = DelayedMemory(polls=(polls + comm.rank) % 5)
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        group, late = mesh["sp"], memory if on_device else streams
-        if on_device:
-            group.window = Window(group._comm, nbytes, memory)
-            group.window.slots[comm.rank].fill_(0xFF)
-            group.algorithms = dict.fromkeys(group.algorithms, "window")  # as "auto" on a device
-        else:
-            group.transport = pipelined(group, streams, nbytes)
-        inputs = case.inputs(comm.size)
-        for _ in range(2):  # the second call reuses the buffers of the first
-            x = torch.full_like(inputs[comm.rank], torch.nan)
-            late.compute(partial(x.copy_, inputs[comm.rank]))
-            result = case.call(x, group)
-            streams.begin()
-            streams.settle()
-            stays = case.op == "shift" and case.offset % comm.size == 0
-            if stays or (case.op == "broadcast" and comm.rank == case.root(comm.size)):
-                result = x  # data that stay on a rank do not use the transport
-            assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))
+    memory = DelayedMemory(polls=(polls + mesh.rank) % 5)
+    group, late = mesh["sp"], memory if on_device else streams
+    if on_device:
+        group.window = Window(group._comm, nbytes, memory)
+        group.window.slots[mesh.rank].fill_(0xFF)
+        group.algorithms = dict.fromkeys(group.algorithms, "window")  # as "auto" on a device
+    else:
+        group.transport = pipelined(group, streams, nbytes)
+    inputs = case.inputs(mesh.size)
+    for _ in range(2):  # the second call reuses the buffers of the first
+        x = torch.full_like(inputs[mesh.rank], torch.nan)
+        late.compute(partial(x.copy_, inputs[mesh.rank]))
+        result = case.call(x, group)
+        streams.begin()
+        streams.settle()
+        stays = case.op == "shift" and case.offset % mesh.size == 0
+        if stays or (case.op == "broadcast" and mesh.rank == case.root(mesh.size)):
+            result = x  # data that stay on a rank do not use the transport
+        assert torch.equal(result, case.expected(inputs, mesh.rank, mesh.size))
 
 
 @pytest.mark.parametrize(
@@ -221,35 +222,35 @@ def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(op: str, size: int, pie
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))
 @given(max_examples=8, problem=attention_problems(17))
+@meshed()
 def test_schemes_do_not_know_that_they_share_memory_of_a_device(
-    comm: Any, name: str, problem: AttentionProblem
+    mesh: sp.Mesh, name: str, problem: AttentionProblem
 ) -> None:
     """With such memory a ring sends no message through the host.
 
     `domains/attention.py` tests schemes over staged and pipelined messages.
     """
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        group = mesh["sp"]
-        group.transport = pipelined(group, DelayedStreams(), 256)
-        group.window = Window(group._comm, 256, DelayedMemory())
-        if name == "ring":
-            vars(group.transport)["exchange"] = None
-        check_attention(name, partial(SCHEMES[name], comm=group), problem, group)
+    group = mesh["sp"]
+    group.transport = pipelined(group, DelayedStreams(), 256)
+    group.window = Window(group._comm, 256, DelayedMemory())
+    if name == "ring":
+        vars(group.transport)["exchange"] = None
+    check_attention(name, partial(SCHEMES[name], comm=group), problem, group)
 
 
 @spmd(3, 4)
-def test_ranks_whose_copies_take_longer_call_in_the_same_order(comm: Any) -> None:
+@meshed(check="off")
+def test_ranks_whose_copies_take_longer_call_in_the_same_order(mesh: sp.Mesh) -> None:
     """A collective whose input is still being copied is not overtaken by a later one."""
-    with sp.Mesh(comm, check="off", sp=comm.size) as mesh:
-        group, x = mesh["sp"], torch.ones(9)
-        group.transport = pipelined(group, DelayedStreams(1 + 99 * (comm.rank % 2)), 256)
-        group.window = Window(group._comm, 256, DelayedMemory(), group.transport.in_order)
-        begin = partial(sp.all_reduce_start, comm=group)
-        begun = [begin(x, algorithm=way) for way in ("mpi", "ring", "mpi", "window", "mpi")]
-        shared = sp.shared_empty((9,), comm=group)
-        begun.append(begin(shared + 1, algorithm="mpi"))
-        sp.fence(comm=group)
-        assert {each.wait()[0].item() for each in begun} == {float(comm.size)}
+    group, x = mesh["sp"], torch.ones(9)
+    group.transport = pipelined(group, DelayedStreams(1 + 99 * (mesh.rank % 2)), 256)
+    group.window = Window(group._comm, 256, DelayedMemory(), group.transport.in_order)
+    begin = partial(sp.all_reduce_start, comm=group)
+    begun = [begin(x, algorithm=way) for way in ("mpi", "ring", "mpi", "window", "mpi")]
+    shared = sp.shared_empty((9,), comm=group)
+    begun.append(begin(shared + 1, algorithm="mpi"))
+    sp.fence(comm=group)
+    assert {each.wait()[0].item() for each in begun} == {float(mesh.size)}
 
 
 def test_mpi_has_all_messages_before_a_call_blocks() -> None:
@@ -306,11 +307,11 @@ def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 @spmd(2)
-def test_a_message_may_be_complex(comm: Any, dtype: torch.dtype) -> None:
-    x, received = torch.full((3,), 1j + comm.rank, dtype=dtype), torch.zeros(3, dtype=dtype)
-    with sp.Mesh(comm, transport="host", sp=2) as mesh:
-        other = 1 - comm.rank
-        mesh["sp"].wait(mesh["sp"].exchange([(other, x)], [(other, received)]), "exchange")
+@meshed(transport="host")
+def test_a_message_may_be_complex(mesh: sp.Mesh, dtype: torch.dtype) -> None:
+    x, received = torch.full((3,), 1j + mesh.rank, dtype=dtype), torch.zeros(3, dtype=dtype)
+    other = 1 - mesh.rank
+    mesh["sp"].wait(mesh["sp"].exchange([(other, x)], [(other, received)]), "exchange")
     assert received.tolist() == [1j + other] * 3
 
 

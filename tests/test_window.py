@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hypothesis import example, given as plain_given, strategies as st
+from kit.meshed import meshed
 from oracle.proof import possible
 from oracle.window_cases import OPS, Node, Problem, inputs_of, use_window
 
@@ -158,17 +159,17 @@ def test_what_is_read_and_used_is_what_the_program_says(
 
 
 @spmd(3)
-def test_a_plan_in_a_window_takes_scratch_once_and_only_for_half_types(comm: Any) -> None:
+@meshed(transport="window")
+def test_a_plan_in_a_window_takes_scratch_once_and_only_for_half_types(mesh: sp.Mesh) -> None:
     """Scratch has two numbers of 4 bytes for each element that is added up in float32."""
-    with sp.Mesh(comm, transport="window", sp=3) as mesh:
-        for dtype, taken in ((torch.bfloat16, 40), (torch.float32, 0)):
-            plan = sp.plan(
-                "all_reduce", torch.ones(5, dtype=dtype), comm=mesh["sp"], algorithm="window"
-            )
-            plan._bound._scratch = scratch = Mock(wraps=mesh["sp"].scratch)
-            for _ in range(SLOTS):
-                plan.run()
-            assert sum(call.args[0] for call in scratch.take.call_args_list) == taken
+    for dtype, taken in ((torch.bfloat16, 40), (torch.float32, 0)):
+        plan = sp.plan(
+            "all_reduce", torch.ones(5, dtype=dtype), comm=mesh["sp"], algorithm="window"
+        )
+        plan._bound._scratch = scratch = Mock(wraps=mesh["sp"].scratch)
+        for _ in range(SLOTS):
+            plan.run()
+        assert sum(call.args[0] for call in scratch.take.call_args_list) == taken
 
 
 def provided(part: torch.Tensor) -> int:
@@ -183,21 +184,21 @@ def provided(part: torch.Tensor) -> int:
 
 
 @spmd(4)
-def test_memory_of_a_window_grows_with_what_passes_through_it(comm: Any) -> None:
+@meshed(transport="window")
+def test_memory_of_a_window_grows_with_what_passes_through_it(mesh: sp.Mesh) -> None:
     """Each slot takes the pages of the longest vector so far, at most its length, and one page."""
     page, most = mmap.PAGESIZE, 0
-    with sp.Mesh(comm, transport="window", sp=4) as mesh:
-        group = mesh["sp"]
-        assert group.window is not None
-        slots = group.window.slots[comm.rank]
-        assert provided(slots) <= page
-        for count, op in product((4, 1 << 13, 1 << 18), OPS):
-            x, how = torch.ones(4, count // 4), measuring.arguments(op)
-            for _ in range(SLOTS):
-                getattr(sp, op)(x, comm=group, algorithm="window", **how)
-            most = min(max(most, x.nbytes), group.window.slot_bytes)
-            assert provided(slots) <= page + SLOTS * (-(-most // page) + 1) * page, (op, count)
-        assert provided(slots) >= SLOTS * group.window.slot_bytes
+    group = mesh["sp"]
+    assert group.window is not None
+    slots = group.window.slots[mesh.rank]
+    assert provided(slots) <= page
+    for count, op in product((4, 1 << 13, 1 << 18), OPS):
+        x, how = torch.ones(4, count // 4), measuring.arguments(op)
+        for _ in range(SLOTS):
+            getattr(sp, op)(x, comm=group, algorithm="window", **how)
+        most = min(max(most, x.nbytes), group.window.slot_bytes)
+        assert provided(slots) <= page + SLOTS * (-(-most // page) + 1) * page, (op, count)
+    assert provided(slots) >= SLOTS * group.window.slot_bytes
 
 
 STEPS: list[tuple[int, Collection[str], tuple[int, ...], int, dict[str, bool]]] = [
@@ -358,42 +359,40 @@ WITHOUT: dict[str, Any] = {
 }
 
 
+@pytest.mark.mpi_skip
 @pytest.mark.parametrize("reason", sorted(WITHOUT))
+@spmd(3)
 def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(
-    reason: str, monkeypatch: pytest.MonkeyPatch
+    comm: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If one rank cannot share memory, all ranks use messages.
 
     To ask for the window is then an error on all ranks, before anything is sent.
     """
     monkeypatch.setattr(shared, *WITHOUT[reason])
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-            group = mesh["sp"]
-            assert group.window is None
-            assert re.search(reason, group.no_window)
-            assert sp.all_reduce(torch.ones(3), comm=group).tolist() == [comm.size] * 3
-            with pytest.raises(ValueError, match=reason):
-                sp.all_reduce(torch.ones(3), comm=group, algorithm="window")
-            x = sp.shared_empty((2,), comm=group)
-            sp.fence(comm=group)
-            with pytest.raises(sp.RankError, match=reason):
-                sp.peer(x, 0, comm=group)
-
-    run_threads(3, body)
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        group = mesh["sp"]
+        assert group.window is None
+        assert re.search(reason, group.no_window)
+        assert sp.all_reduce(torch.ones(3), comm=group).tolist() == [comm.size] * 3
+        with pytest.raises(ValueError, match=reason):
+            sp.all_reduce(torch.ones(3), comm=group, algorithm="window")
+        x = sp.shared_empty((2,), comm=group)
+        sp.fence(comm=group)
+        with pytest.raises(sp.RankError, match=reason):
+            sp.peer(x, 0, comm=group)
 
 
 @pytest.mark.parametrize("shape", [(10**14,), (10**30,), (2**70, 0), (2**62, 4), (0, 2**62, 2**62)])
 @pytest.mark.parametrize("transport", ["host", "window"])
 @spmd(1, 3)
+@meshed()
 def test_no_memory_for_a_shared_tensor_is_an_error_on_all_ranks(
-    comm: Any, transport: str, shape: tuple[int, ...]
+    mesh: sp.Mesh, transport: str, shape: tuple[int, ...]
 ) -> None:
     """The shape may be too much for one rank only, or have no number of bytes in int64."""
-    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
-        for is_asked in (True, comm.rank == 0):
-            with pytest.raises(sp.RankError, match="rank 0 cannot allocate") as caught:
-                sp.shared_empty(shape if is_asked else (3,), comm=mesh["sp"])
-            assert f"{4 * math.prod(shape):,} bytes" in str(caught.value)
-        assert sp.shared_empty((3,), comm=mesh["sp"]).tolist() == [0, 0, 0]
+    for is_asked in (True, mesh.rank == 0):
+        with pytest.raises(sp.RankError, match="rank 0 cannot allocate") as caught:
+            sp.shared_empty(shape if is_asked else (3,), comm=mesh["sp"])
+        assert f"{4 * math.prod(shape):,} bytes" in str(caught.value)
+    assert sp.shared_empty((3,), comm=mesh["sp"]).tolist() == [0, 0, 0]

@@ -10,7 +10,7 @@ import sp_core as sp
 from device.build import load
 from sp_core.attention.cuda import on_device
 from sp_core.launch.bounded import bounded
-from sp_core.testing import device, run_threads, spmd
+from sp_core.testing import device, spmd
 from sp_core.transport import cuda, on_stream
 
 LATE = torch.device("late", 0)
@@ -130,16 +130,13 @@ def test_ranks_have_devices_of_one_kind_but_other_numbers(comm: Any) -> None:
             assert found.cpu().view(-1, 700)[:, 0].tolist() == list(range(comm.size))
 
 
-def test_threads_with_gpus_of_their_own_send_messages() -> None:
+@pytest.mark.mpi_skip
+@spmd(2)
+def test_threads_with_gpus_of_their_own_send_messages(comm: Any) -> None:
     """Only IPC asks for peer access, with which kernels of a GPU read the memory of another."""
-
-    def body(comm: Any) -> str:
-        with sp.Mesh(comm, device=torch.device("late", comm.rank), sp=comm.size) as mesh:
-            return mesh["sp"].no_window
-
-    for why in run_threads(2, body):
-        assert "cannot map" in why
-        assert "threads of one process on different GPUs" in why
+    with sp.Mesh(comm, device=torch.device("late", comm.rank), sp=comm.size) as mesh:
+        assert "cannot map" in mesh["sp"].no_window
+        assert "threads of one process on different GPUs" in mesh["sp"].no_window
 
 
 @pytest.mark.parametrize("transport", ["ipc", "pinned"])

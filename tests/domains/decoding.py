@@ -177,7 +177,7 @@ def continued(
     random, found = sampling.random(number), list[int]()
     for _ in range(max_tokens):
         tokens = torch.tensor([[*prompt, *found]])
-        logits = reference.llama(tokens, models.weights_of(case), **case.options())[0, -1]
+        logits = reference.llama(tokens, case.kept_weights(), **case.options())[0, -1]
         found.append(sampling.choose(logits, random))
         said = bytes(token for token in found if token < 256).decode(errors="replace")
         if found[-1] in stops or any(text in said for text in strings):

@@ -115,7 +115,7 @@ def written(case: Case, folder: Path, drawn: Values) -> dict[str, Tensor]:
     """Write a folder as other programs write it, and return its tensors."""
     tensors = {
         name: x.to(getattr(torch, case.dtype)).contiguous()
-        for name, x in models.weights_of(case).items()
+        for name, x in case.kept_weights().items()
     }
     if drawn["folder.dtypes"] == "two":
         other = torch.float32 if case.dtype == "float64" else torch.float64
@@ -215,7 +215,7 @@ def saved(mesh: sp.Mesh, drawn: Values) -> Call:
         target.mkdir()
     mesh._comm.Barrier()
     given = {
-        "model": models.model_of(case, mesh, tp_sp=drawn["tp_sp"]),
+        "model": case.model(mesh, tp_sp=drawn["tp_sp"]),
         "folder": drawn["folder.type"](target),
         "tokenizer": drawn["tokenizer"],
         "max_file_bytes": drawn["max_file_bytes"],
@@ -226,7 +226,7 @@ def saved(mesh: sp.Mesh, drawn: Values) -> Call:
 def judge_saved(case: Case, target: Path, given: Values) -> None:
     """Compare the files in the folder, read by safetensors and json, with the model."""
     limit, files = given["max_file_bytes"], sorted(target.glob("*.safetensors"))
-    weights, found = models.weights_of(case), dict[str, Tensor]()
+    weights, found = case.kept_weights(), dict[str, Tensor]()
     sizes = list[list[int]]()
     for file in files:
         with safe_open(file, framework="pt") as opened:

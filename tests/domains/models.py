@@ -5,7 +5,6 @@ Logits and all gradients of `Llama.forward` are compared with the dense float64 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -25,7 +24,7 @@ from domains.blocks import mask_of
 from domains.declared import Call, Parts, Subject, Values, near, normal, spans, values
 from domains.layers import sharding_of
 from domains.masks import documents
-from sp_core.llama import Grid, Llama
+from sp_core.llama import Llama
 from sp_core.llama.names import checkpoint_name
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import placement_of, reduce_gradients
@@ -127,21 +126,6 @@ def case_of(drawn: Values) -> Case:
     )
 
 
-def weights_of(case: Case) -> dict[str, Tensor]:
-    """Return all whole tensors by their names in a checkpoint, made once for all ranks."""
-    return once(("weights", replace(case, stops=())), case.weights)
-
-
-def model_of(case: Case, mesh: Mesh, *, scheme: str | None = None, tp_sp: bool = False) -> Llama:
-    """Return the model over a mesh, each rank with its part of the weights."""
-    grid = Grid.of(mesh, scheme)
-    model = Llama(case.config, grid, dtype=getattr(torch, case.dtype), tp_sp=tp_sp)
-    model.fill(lambda name, placement: placement.take(weights_of(case)[name], grid.tensor.rank))
-    if case.seed % 2:  # as a `Decoder` leaves the model
-        model.join_weights()
-    return model
-
-
 def on_model(
     name: str,
     factors: dict[str, Parts],
@@ -152,7 +136,7 @@ def on_model(
 
     def with_model(mesh: Mesh, drawn: Values) -> Call:
         case, scheme = case_of(drawn), drawn.get("grid.scheme")
-        return make(case, model_of(case, mesh, scheme=scheme, tp_sp=drawn["tp_sp"]), drawn)
+        return make(case, case.model(mesh, scheme, tp_sp=drawn["tp_sp"]), drawn)
 
     return situations.on_mesh(name, factors, lengths, with_model, **more)
 
@@ -186,7 +170,7 @@ class Expected:
         self._dtype: torch.dtype = getattr(torch, dtype or case.dtype)
         widths = (case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab)
         self._longest_sum = max(*widths, tokens)
-        made = partial(reference.sensitivity, run, weights_of(case), samples=2)
+        made = partial(reference.sensitivity, run, case.kept_weights(), samples=2)
         self.values, self._scales, _ = once((what, case, key), made)
 
     def check(

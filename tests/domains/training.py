@@ -294,7 +294,7 @@ def gone_on(model: Llama, parts: Values) -> None:
 def save_alone(case: Case, drawn: Values, folder: Path, comm: Any) -> None:
     """Train for a step on one rank, and save the training."""
     with sp.Mesh(comm, device=device(), tp=1) as mesh:
-        model = models.model_of(case, mesh)
+        model = case.model(mesh)
         parts = made(model, drawn)
         gone_on(model, parts)
         save_training(model, folder, step=1, **parts)
@@ -303,7 +303,7 @@ def save_alone(case: Case, drawn: Values, folder: Path, comm: Any) -> None:
 def kept(function: Any, mesh: sp.Mesh, drawn: Values) -> Call:
     """Return the call that saves a training on all ranks, or loads one that one rank saved."""
     case, place = models.case_of(drawn), drawn["(folder)"] / "step"
-    model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+    model = case.model(mesh, tp_sp=drawn["tp_sp"])
     parts = made(model, drawn)
     given = {"model": model, "folder": drawn["folder.type"](place), **parts}
     if function is save_training:
@@ -320,7 +320,7 @@ def judge_kept(
 ) -> None:
     """Compare the weights after one more step with those of one device after two steps."""
     if step is None:  # the call was `save_training`
-        model = models.model_of(case, mesh)
+        model = case.model(mesh)
         parts = {"model": model, **made(model, drawn)}
         step = load_training(folder=place, **parts)
     assert step == drawn.get("step", 1)

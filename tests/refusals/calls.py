@@ -1,6 +1,7 @@
 """List wrong calls of collectives, attention and layers, with the error expected of each."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ Row = tuple[type[Exception], str, Wrong]
 """The expected error, a part of its text, and the call."""
 Table = dict[str, dict[str, Row]]
 """Rows by the axes of the mesh and by a description."""
+
+
+def later(call: Callable[..., object]) -> Callable[..., Callable[..., Any]]:
+    """Let `call` take its last arguments later: `later(f)(a)(b)` is `f(a, b)`."""
+    return partial(partial, call)
 
 
 def comm_of(mesh: sp.Mesh) -> sp.Communicator:
@@ -54,17 +60,16 @@ def either(name: str, other: str, *shape: int) -> Any:
     )
 
 
-def linear(kind: Any, x: Tensor | None = None, **changes: Any) -> Any:
-    """Return a call of a parallel layer with changed arguments, on the last rank with tokens x."""
-
-    def make(mesh: sp.Mesh, here: bool) -> object:
-        tokens = sp.Sharding.contiguous(3 * mesh.size, mesh.size)
-        made = kind.from_linear(
-            nn.Linear(4, 6), **{"comm": comm_of(mesh), "sharding": tokens} | changes
-        )
-        return made(x if here else torch.ones(1, 3, 4))
-
-    return make
+@later
+def linear(
+    kind: Any, mesh: sp.Mesh, here: bool, *, x: Tensor | None = None, **changes: Any
+) -> object:
+    """Call a parallel layer with changed arguments, on the last rank with tokens x."""
+    tokens = sp.Sharding.contiguous(3 * mesh.size, mesh.size)
+    made = kind.from_linear(
+        nn.Linear(4, 6), **{"comm": comm_of(mesh), "sharding": tokens} | changes
+    )
+    return made(x if here else torch.ones(1, 3, 4))
 
 
 EVERYWHERE: Table = {
@@ -336,12 +341,12 @@ ON_ONE_RANK: Table = {
         "tokens of a layer": (
             sp.ShapeError,
             "is needed on rank",
-            linear(sp.ColumnParallelLinear, torch.ones(1, 4, 4)),
+            linear(sp.ColumnParallelLinear, x=torch.ones(1, 4, 4)),
         ),
         "the length of a layer's input": (
             sp.CollectiveMismatch,
             "ColumnParallelLinear",
-            linear(sp.ColumnParallelLinear, torch.ones(1, 4, 4), sharding=None),
+            linear(sp.ColumnParallelLinear, x=torch.ones(1, 4, 4), sharding=None),
         ),
         "a counter of one rank": (
             sp.CollectiveMismatch,

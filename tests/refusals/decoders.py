@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from llama_cases import Wrapped
-from refusals.calls import Table, Wrong
+from refusals.calls import Table, Wrong, later
 from refusals.kinds import lowered, sending
 from refusals.models import CASE
 from refusals.training import HALVES, converted
@@ -40,22 +40,17 @@ def other_decoder(mesh: sp.Mesh, here: bool) -> object:
     return (short if here else long).decode([[3]])
 
 
-def decoded(tokens: Any, **more: Any) -> Any:
-    def decode(mesh: sp.Mesh, here: bool) -> object:
-        decoder = Decoder(CASE.model(mesh), [3, 2], **more)
-        decoder.prefill([[1, 2], []])
-        return decoder.decode(tokens)
-
-    return decode
+@later
+def decoded(tokens: Any, mesh: sp.Mesh, here: bool, **more: Any) -> object:
+    decoder = Decoder(CASE.model(mesh), [3, 2], **more)
+    decoder.prefill([[1, 2], []])
+    return decoder.decode(tokens)
 
 
-def roomy(room: Any, others: Any = None, **more: Any) -> Any:
-    """Return a call that makes a decoder, with `others` as room on all but the last rank."""
-
-    def make(mesh: sp.Mesh, here: bool) -> object:
-        return Decoder(CASE.model(mesh), others if others and not here else room, **more)
-
-    return make
+@later
+def roomy(room: Any, mesh: sp.Mesh, here: bool, *, others: Any = None, **more: Any) -> object:
+    """Make a decoder, with `others` as room on all but the last rank."""
+    return Decoder(CASE.model(mesh), others if others and not here else room, **more)
 
 
 def unequal(texts: list[list[int]], plan: Assignment) -> Any:
@@ -100,14 +95,11 @@ def stepping(model: Llama) -> None:
     _apply_optimizer_in_backward(torch.optim.SGD, model.norm.parameters(), {"lr": 1.0})
 
 
-def wrapped(wrap: Any) -> Callable[[Llama], None]:
-    """Return a change: a hook on a part of a layer, and the layer inside another module."""
-
-    def change(model: Llama) -> None:
-        watched(model, "layers.1.mlp.down_proj")
-        model.layers[1] = wrap(model.layers[1])
-
-    return change
+@later
+def wrapped(wrap: Any, model: Llama) -> None:
+    """Register a hook on a part of a layer, and put the layer inside another module."""
+    watched(model, "layers.1.mlp.down_proj")
+    model.layers[1] = wrap(model.layers[1])
 
 
 CALLS: dict[str, Callable[[Llama], object]] = {
@@ -208,7 +200,7 @@ ON_ONE_RANK: Table = {
                 converted(
                     call,
                     partial(change, name=name),
-                    replace(CASE, tied=name == "embed_tokens"),
+                    case=replace(CASE, tied=name == "embed_tokens"),
                 ),
             )
             for what, call in CALLS.items()
@@ -265,10 +257,10 @@ ON_ONE_RANK: Table = {
         "room for fewer than no token, on one rank": (
             TypeError,
             "rank 1: room=[3, -1] was given",
-            roomy([3, -1], [3, 1]),
+            roomy([3, -1], others=[3, 1]),
         ),
         "more room than memory": (sp.RankError, "rank 1: ", vast),
-        "another room": (sp.CollectiveMismatch, "Decoder([3, 2]", roomy([3, 2], [3, 1])),
+        "another room": (sp.CollectiveMismatch, "Decoder([3, 2]", roomy([3, 2], others=[3, 1])),
         "a plan for other lengths": (
             sp.ShapeError,
             "Make a plan for these",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from refusals.calls import Table, Wrong, attention, call, comm_of, scheme
+from refusals.calls import Table, Wrong, attention, call, comm_of, later, scheme
 from refusals.pure import NESTED
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -38,14 +38,13 @@ def freed(x: Tensor) -> Tensor:
     return x
 
 
-def within(context: Callable[[], AbstractContextManager[Any]], wrong: Wrong) -> Wrong:
-    """Return a call that is made in a context on the last rank."""
-
-    def made(mesh: sp.Mesh, here: bool) -> object:
-        with context() if here else nullcontext():
-            return wrong(mesh, here)
-
-    return made
+@later
+def within(
+    context: Callable[[], AbstractContextManager[Any]], wrong: Wrong, mesh: sp.Mesh, here: bool
+) -> object:
+    """Make a wrong call, in a context on the last rank."""
+    with context() if here else nullcontext():
+        return wrong(mesh, here)
 
 
 def graded(wrong: Wrong) -> Wrong:
@@ -58,16 +57,13 @@ def lowered(wrong: Wrong) -> Wrong:
     return within(partial(torch.autocast, "cpu", torch.bfloat16), wrong)
 
 
-def sending(wrong: Wrong) -> Wrong:
+@later
+def sending(wrong: Wrong, mesh: sp.Mesh, here: bool) -> object:
     """Let a wrong call send before it raises: reset the counters, which the test expects at 0."""
-
-    def call(mesh: sp.Mesh, here: bool) -> object:
-        try:
-            return wrong(mesh, here)
-        finally:
-            comm_of(mesh).counters.reset()
-
-    return call
+    try:
+        return wrong(mesh, here)
+    finally:
+        comm_of(mesh).counters.reset()
 
 
 def attended(name: str, x: Tensor, mesh: sp.Mesh) -> Any:
@@ -130,34 +126,30 @@ def given(use: Callable[[Tensor, sp.Mesh], Any], change: Callable[[Tensor], Any]
     return lambda mesh, here: use((change if here else torch.clone)(torch.ones(1, 2, 2, 4)), mesh)
 
 
-def transformed(transform: Callable[..., Any], x: Tensor, *, outer: bool) -> Wrong:
-    """Return a sum of all ranks, inside a transform of torch.func on the last rank.
+@later
+def transformed(
+    transform: Callable[..., Any], x: Tensor, mesh: sp.Mesh, here: bool, *, outer: bool
+) -> object:
+    """Sum over all ranks, inside a transform of torch.func on the last rank.
 
     With `outer`, the ranks add a tensor that the transform does not wrap.
     """
+    ones = torch.ones(2)
 
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        ones = torch.ones(2)
+    def total(x: Tensor) -> Tensor:
+        return sp.all_reduce(ones if outer else x, comm=comm_of(mesh)).sum()
 
-        def total(x: Tensor) -> Tensor:
-            return sp.all_reduce(ones if outer else x, comm=comm_of(mesh)).sum()
-
-        return transform(total)(x) if here else total(torch.ones(2))
-
-    return wrong
+    return transform(total)(x) if here else total(torch.ones(2))
 
 
-def batched(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
-    """Return a backward that computes two gradients at once on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        x = torch.ones(1, 2, 2, 4, requires_grad=True)
-        y = use(x, mesh)
-        comm_of(mesh).counters.reset()
-        grad = torch.ones(2, *y.shape) if here else torch.ones_like(y)
-        return torch.autograd.grad(y, x, grad, is_grads_batched=here)
-
-    return wrong
+@later
+def batched(use: Callable[[Tensor, sp.Mesh], Any], mesh: sp.Mesh, here: bool) -> object:
+    """Run a backward that computes two gradients at once on the last rank."""
+    x = torch.ones(1, 2, 2, 4, requires_grad=True)
+    y = use(x, mesh)
+    comm_of(mesh).counters.reset()
+    grad = torch.ones(2, *y.shape) if here else torch.ones_like(y)
+    return torch.autograd.grad(y, x, grad, is_grads_batched=here)
 
 
 def dual(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from llama_cases import Case
-from refusals.calls import Table, Wrong, comm_of
+from refusals.calls import Table, Wrong, comm_of, later
 from refusals.kinds import sending
 from torch import Tensor, nn
 
@@ -46,28 +46,25 @@ def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: Any = 1.0, placed: bool
     return clip_gradient_norm([parameter], max_norm, tensor=mesh["ulysses"], stages=mesh["ring"])
 
 
-def others(call: Callable[[list[nn.Parameter], sp.Mesh], object]) -> Wrong:
-    """Return a call for two weights of equal shape, of which the last rank trains the other."""
+@later
+def others(
+    call: Callable[[list[nn.Parameter], sp.Mesh], object], mesh: sp.Mesh, here: bool
+) -> object:
+    """Make a call for two weights of equal shape, of which the last rank trains the other."""
+    weights = [nn.Parameter(torch.ones(4, 2), requires_grad=here == (n > 0)) for n in range(2)]
+    for weight in weights:
+        place(weight, Placement.replicated((4, 2), mesh["ulysses"].size))
+    weights[here].grad = torch.ones(4, 2)
+    return call(weights, mesh)
 
-    def train(mesh: sp.Mesh, here: bool) -> object:
-        weights = [nn.Parameter(torch.ones(4, 2), requires_grad=here == (n > 0)) for n in range(2)]
-        for weight in weights:
-            place(weight, Placement.replicated((4, 2), mesh["ulysses"].size))
-        weights[here].grad = torch.ones(4, 2)
-        return call(weights, mesh)
 
-    return train
-
-
-def loss(change: Callable[[Tensor, Tensor], tuple[Any, ...]], *, everywhere: bool) -> Any:
-    def compute(mesh: sp.Mesh, here: bool) -> Tensor:
-        tensor, data = mesh["ulysses"], mesh["ring"]
-        good = torch.ones(1, 3, 4 // tensor.size), torch.zeros(1, 3, dtype=torch.int64)
-        bad = change(*good) if everywhere or data.rank == data.size - 1 else good
-        named: Any = dict(zip(("head", "count"), bad[2:], strict=False))
-        return next_token_loss(*bad[:2], tensor=tensor, data=data, **named)
-
-    return compute
+@later
+def loss(change: Callable[..., Any], mesh: sp.Mesh, here: bool, *, everywhere: bool) -> Tensor:
+    tensor, data = mesh["ulysses"], mesh["ring"]
+    good = torch.ones(1, 3, 4 // tensor.size), torch.zeros(1, 3, dtype=torch.int64)
+    bad = change(*good) if everywhere or data.rank == data.size - 1 else good
+    named: Any = dict(zip(("head", "count"), bad[2:], strict=False))
+    return next_token_loss(*bad[:2], tensor=tensor, data=data, **named)
 
 
 def logits(change: Callable[[Tensor], Tensor]) -> Any:
@@ -88,19 +85,21 @@ def labelled(*wrong: int) -> Any:
     )
 
 
+@later
 def micro_batches(
-    change: Callable[[MicroBatch], list[MicroBatch]], *, everywhere: bool, **named: Any
-) -> Any:
-
-    def step(mesh: sp.Mesh, here: bool) -> Tensor:
-        model = CASE.model(mesh)
-        sharding = sp.Sharding.contiguous(4, 1)
-        tokens = CASE.tokens(1, 4)
-        labels = next_token_labels(tokens, comm=model.grid.sequence, sharding=sharding)
-        good = MicroBatch(tokens, labels, sharding)
-        return loss_and_gradients(model, change(good) if here or everywhere else [good], **named)
-
-    return step
+    change: Callable[[MicroBatch], list[MicroBatch]],
+    mesh: sp.Mesh,
+    here: bool,
+    *,
+    everywhere: bool,
+    **named: Any,
+) -> Tensor:
+    model = CASE.model(mesh)
+    sharding = sp.Sharding.contiguous(4, 1)
+    tokens = CASE.tokens(1, 4)
+    labels = next_token_labels(tokens, comm=model.grid.sequence, sharding=sharding)
+    good = MicroBatch(tokens, labels, sharding)
+    return loss_and_gradients(model, change(good) if here or everywhere else [good], **named)
 
 
 def in_order(*texts: str) -> Any:
@@ -337,7 +336,7 @@ ON_ONE_RANK: Table = {
                 ValueError,
                 f"norm of the gradients is {wrong}",
                 sending(
-                    lambda mesh, here, wrong=wrong: clipped(  # type: ignore[misc]
+                    lambda mesh, here, wrong=wrong: clipped(
                         mesh, grad=wrong if mesh["ring"].rank else 1.0
                     )
                 ),

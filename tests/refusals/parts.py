@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from oracle.changed_parts import CHANGES, Scaled
-from refusals.calls import Row, Table, Wrong, attention, comm_of
+from refusals.calls import Row, Table, Wrong, attention, comm_of, later
 from refusals.kinds import lowered, sending
 from torch import Tensor, nn
 
@@ -16,16 +16,13 @@ from sp_core.nn.gradients import reduce_gradients
 MISMATCH = sp.CollectiveMismatch
 
 
-def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
-    """Return a call of a layer, a part of which is replaced on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        layer = sp.FeedForward(4, comm=comm_of(mesh))
-        if here:
-            layer.set_submodule("up", part(comm_of(mesh)))
-        return layer(torch.ones(1, 2, 4))
-
-    return wrong
+@later
+def replaced(part: Callable[[sp.Communicator], nn.Module], mesh: sp.Mesh, here: bool) -> object:
+    """Call a layer, a part of which is replaced on the last rank."""
+    layer = sp.FeedForward(4, comm=comm_of(mesh))
+    if here:
+        layer.set_submodule("up", part(comm_of(mesh)))
+    return layer(torch.ones(1, 2, 4))
 
 
 def scaled(_: sp.Communicator, dtype: torch.dtype) -> nn.Module:
@@ -38,30 +35,28 @@ def elsewhere(_: sp.Communicator, *, learns: bool) -> nn.Module:
     return nn.Linear(4, 16, device="meta").requires_grad_(learns)
 
 
-def blocked(part: Callable[[sp.Communicator], nn.Module], name: str, **given: Any) -> Wrong:
-    """Return a call of a block, of which the last rank has replaced a part."""
+@later
+def blocked(
+    part: Callable[[sp.Communicator], nn.Module], name: str, mesh: sp.Mesh, here: bool, **given: Any
+) -> object:
+    """Call a block, of which the last rank has replaced a part."""
+    block = sp.TransformerBlock(4, 2, comm=comm_of(mesh), **given)
+    block.set_submodule(name, part(comm_of(mesh))) if here else None
+    x, sharding = torch.ones(1, 1, 4), sp.Sharding.contiguous(2, 2)
+    return block(x, sharding=sharding, seed=1)
 
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        block = sp.TransformerBlock(4, 2, comm=comm_of(mesh), **given)
-        block.set_submodule(name, part(comm_of(mesh))) if here else None
-        x, sharding = torch.ones(1, 1, 4), sp.Sharding.contiguous(2, 2)
-        return block(x, sharding=sharding, seed=1)
 
-    return wrong
-
-
-def changed(kind: Any, change: Callable[[Any], Any], use: Callable[[Any], Any]) -> Wrong:
-    """Return a use of a parallel layer with a sharding, which is changed on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        sharding = sp.Sharding.contiguous(2, 2)
-        layer = kind.from_linear(nn.Linear(4, 4), comm=comm_of(mesh), sharding=sharding)
-        layer.weight.requires_grad_(False)
-        if here:
-            change(layer)
-        return use(layer)
-
-    return wrong
+@later
+def changed(
+    kind: Any, change: Callable[[Any], Any], use: Callable[[Any], Any], mesh: sp.Mesh, here: bool
+) -> object:
+    """Use a parallel layer with a sharding, which is changed on the last rank."""
+    sharding = sp.Sharding.contiguous(2, 2)
+    layer = kind.from_linear(nn.Linear(4, 4), comm=comm_of(mesh), sharding=sharding)
+    layer.weight.requires_grad_(False)
+    if here:
+        change(layer)
+    return use(layer)
 
 
 def called(layer: Any) -> Tensor:
@@ -110,14 +105,11 @@ HOOKS = {
 """Changes of a linear layer that only `from_linear` refuses."""
 
 
-def split(kind: Any, change: Callable[[Any], Any]) -> Wrong:
-    """Return a parallel layer made of a linear layer that is changed on the last rank."""
-
-    def wrong(mesh: sp.Mesh, here: bool) -> object:
-        linear = nn.Linear(4, 6)
-        return kind.from_linear(change(linear) if here else linear, comm=comm_of(mesh))
-
-    return wrong
+@later
+def split(kind: Any, change: Callable[[Any], Any], mesh: sp.Mesh, here: bool) -> object:
+    """Make a parallel layer of a linear layer that is changed on the last rank."""
+    linear = nn.Linear(4, 6)
+    return kind.from_linear(change(linear) if here else linear, comm=comm_of(mesh))
 
 
 def laid_out(kind: Any, mesh: sp.Mesh, here: bool) -> object:

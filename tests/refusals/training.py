@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from llama_cases import Case
-from refusals.calls import Row, Table, Wrong
+from refusals.calls import Row, Table, later
 from refusals.kinds import graded, lowered
 from refusals.models import CASE
 from torch import Tensor, nn
@@ -24,20 +24,19 @@ from sp_core.scheduling import Work, balanced
 ROWS = (range(2),), (range(2, 4),)
 OTHER_ROWS = (range(1), range(3, 4)), (range(1, 3),)
 """For each of two tensor ranks the rows of a weight that it holds."""
+Use = Callable[[Llama], object]
+"""A use of a model, or a change of it."""
 
 
-def learned(call: Callable[[Llama], object]) -> Wrong:
-    """Return a call of a model with a gradient from before, which the call does not change."""
-
-    def learn(mesh: sp.Mesh, here: bool) -> object:
-        model = CASE.model(mesh)
-        model.norm.weight.grad = before = torch.ones(10, dtype=torch.float64)
-        try:
-            return call(model)
-        finally:
-            assert model.norm.weight.grad is before
-
-    return learn
+@later
+def learned(call: Use, mesh: sp.Mesh, here: bool) -> object:
+    """Call a model with a gradient from before, which the call does not change."""
+    model = CASE.model(mesh)
+    model.norm.weight.grad = before = torch.ones(10, dtype=torch.float64)
+    try:
+        return call(model)
+    finally:
+        assert model.norm.weight.grad is before
 
 
 def held(mesh: sp.Mesh, ranks: tuple[tuple[range, ...], ...]) -> None:
@@ -89,7 +88,7 @@ def stepped(model: Llama, make: Callable[[Any], Any] = torch.optim.SGD) -> Step:
 
 TEXTS = [[1, 2], [3, 4]]
 FOLDER = tempfile.gettempdir() + "/sp_core_never_written"
-CALLS: dict[str, tuple[Callable[[Llama], object], str]] = {
+CALLS: dict[str, tuple[Use, str]] = {
     "a forward": (called, "ring tp"),
     "a backward": (lambda model: backward(model, TEXTS), "dp ring tp"),
     "a training step": (stepped, "dp ring tp"),
@@ -103,18 +102,13 @@ CALLS: dict[str, tuple[Callable[[Llama], object], str]] = {
 """By name: a call of a model, and axes over whose ranks it compares the model."""
 
 
-def converted(
-    call: Callable[[Llama], object], change: Callable[[Llama], object], case: Case = CASE
-) -> Wrong:
-    """Return a call of a model that the last rank has changed before."""
-
-    def convert(mesh: sp.Mesh, here: bool) -> object:
-        model = case.model(mesh)
-        if here:
-            change(model)
-        return call(model)
-
-    return convert
+@later
+def converted(call: Use, change: Use, mesh: sp.Mesh, here: bool, *, case: Case = CASE) -> object:
+    """Call a model that the last rank has changed before."""
+    model = case.model(mesh)
+    if here:
+        change(model)
+    return call(model)
 
 
 HALVES = "the model of torch.float16 was called under autocast to torch.bfloat16"
@@ -150,17 +144,16 @@ def conversions(axis: str) -> dict[str, Row]:
     }
 
 
+@later
+def freeze(call: Use, mesh: sp.Mesh, here: bool) -> object:
+    """Call a model of which each rank has frozen another layer."""
+    model = CASE.model(mesh)
+    model.layers[here].requires_grad_(requires_grad=False)
+    return call(model)
+
+
 def frozen() -> dict[str, Row]:
     """Return calls of a model that learns elsewhere on each rank, or not at all on the last."""
-
-    def freeze(call: Callable[[Llama], object]) -> Wrong:
-        def train(mesh: sp.Mesh, here: bool) -> object:
-            model = CASE.model(mesh)
-            model.layers[here].requires_grad_(requires_grad=False)
-            return call(model)
-
-        return train
-
     rows: dict[str, Row] = {
         f"{name} with another layer frozen": (
             sp.CollectiveMismatch,
@@ -178,18 +171,19 @@ def hooked(name: str, model: Llama) -> None:
     getattr(model.norm.weight, name)(Tensor.neg_)
 
 
-def stepping(make: Callable[[Any], Any], usual: Callable[[Any], Any] = torch.optim.SGD) -> Wrong:
-    """Return a training step of which the last rank makes another optimizer. It trains nothing."""
+@later
+def stepping(make: Any, mesh: sp.Mesh, here: bool, *, usual: Any = torch.optim.SGD) -> object:
+    """Run a training step with another optimizer on the last rank. It trains nothing."""
+    model = CASE.model(mesh)
+    before = [x.detach().clone() for x in model.parameters()]
+    try:
+        return stepped(model, make if here else usual)
+    finally:
+        assert all(map(torch.equal, model.parameters(), before))
 
-    def step(mesh: sp.Mesh, here: bool) -> object:
-        model = CASE.model(mesh)
-        before = [x.detach().clone() for x in model.parameters()]
-        try:
-            return stepped(model, make if here else usual)
-        finally:
-            assert all(map(torch.equal, model.parameters(), before))
 
-    return step
+def with_later_rate(rate: float, weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": rate}], lr=0.1)
 
 
 def with_foreign(count: int, weights: Any) -> torch.optim.Optimizer:
@@ -274,6 +268,11 @@ ON_ONE_RANK: Table = {
             "ConstantLR object at",
             stepping(lambda weights: lr_scheduler.ConstantLR(torch.optim.SGD(weights))),
         ),
+        "another rate of a later group": (
+            sp.CollectiveMismatch,
+            "'lr': 1.5",
+            stepping(partial(with_later_rate, 1.5), usual=partial(with_later_rate, 0.5)),
+        ),
         "an optimizer that needs a closure": (
             TypeError,
             "whose step() needs no closure, such as AdamW",
@@ -314,7 +313,7 @@ ON_ONE_RANK: Table = {
             f"optimizers that differ in {what}": (
                 sp.CollectiveMismatch,
                 "train_step",
-                stepping(made, OTHERS.get(what, USUAL)),
+                stepping(made, usual=OTHERS.get(what, USUAL)),
             )
             for what, made in DIFFERENT.items()
         },
