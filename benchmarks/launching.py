@@ -380,7 +380,7 @@ def main(program: Main) -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that its encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    from sp_core.launch.command import ENDING  # `ci.append_history` has no sp_core
+    from sp_core.launch.signals import ENDING  # `ci.append_history` has no sp_core
 
     for ending in ENDING:
         if signal.getsignal(ending) is signal.SIG_DFL:

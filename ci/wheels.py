@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code := subprocess.run(words, check=False).returncode:
             return code
         for path in folder.glob("*.whl"):
-            if canonicalize_name(path.name.partition("-")[0]) in names:
+            if canonicalize_name(path.name.partition("-")[0]) in {*names, *MPIS}:
                 path.unlink()
         for path in Path(new).iterdir():
             path.rename(folder / path.name)

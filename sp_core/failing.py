@@ -89,13 +89,14 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
     if isinstance(sys.stderr, io.StringIO):  # torch's hook would print it only after this function
         sys.stderr = sys.__stderr__ or sys.stderr
     try:
-        if agreed and error.__cause__ is None:
-            print(f"{_head}{type(error).__name__}: {short_text(error)}", file=sys.stderr)
-        else:
-            print(f"{_head}this error ends all ranks.", file=sys.stderr)
-            tell()
-        sys.stderr.flush()
-        with suppress(Exception):  # it may be closed, or None
+        with suppress(Exception):  # standard error may be closed, or None
+            if agreed and error.__cause__ is None:
+                print(f"{_head}{type(error).__name__}: {short_text(error)}", file=sys.stderr)
+            else:
+                print(f"{_head}this error ends all ranks.", file=sys.stderr)
+                tell()
+            sys.stderr.flush()
+        with suppress(Exception):  # so may standard output
             sys.stdout.flush()
         follows = agreed or isinstance(error, PeerFailed)
         until = time.monotonic() + GRACE_SECONDS * (2 if follows else 1)

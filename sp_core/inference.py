@@ -25,11 +25,11 @@ from sp_core.agreement import ERRORS, make_alike
 from sp_core.errors import ShapeError, short_text
 from sp_core.launch import command
 from sp_core.llama.checkpoint import load
-from sp_core.llama.config import LlamaConfig, check_ranks, check_sequences
+from sp_core.llama.config import LlamaConfig, check_ranks, check_sequences, stage_layers
 from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate, not_finite
 from sp_core.llama.grid import AXES
-from sp_core.llama.model import Llama, stage_layers
+from sp_core.llama.model import Llama
 from sp_core.llama.text import (
     Stream,
     chat_prompt,
@@ -196,7 +196,9 @@ def main(
             given = ["--input", str(_kept(text, folder))] if spooled else []
             words = [*python(), "-m", "sp_core", *arguments[:1], *given, *arguments[1:]]
             mpi_args = command.streaming()  # show each token when it is ready, not each line
-            return command.run(ranks, words, timeout=options.timeout, mpi_args=mpi_args)
+            return command.run(
+                ranks, words, timeout=options.timeout, mpi_args=mpi_args, leave_seconds=0.0
+            )
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (ValueError, OSError) as error:

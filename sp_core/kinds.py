@@ -117,7 +117,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda x: x is None or _is_real(x), "a number, or None"),
     **dict.fromkeys(
         ("rms_norm_eps", "rope_theta"),
-        # other real numbers, such as NumPy's, cannot be written as JSON
+        # a Fraction cannot be written as JSON
         (lambda x: isinstance(x, int | float) and _is_real(x), "an int or a float"),
     ),
     "cost": (lambda x: _is_real(x) and 0 <= x < math.inf, "a finite number >= 0"),

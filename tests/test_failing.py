@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -188,12 +189,12 @@ def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
 ) -> None:
     """Messages move for two seconds, or for four if other ranks print the error.
 
-    Each pause moves the clock by half a second. `is_open`: whether standard output still is.
+    Each pause moves the clock by half a second. `is_open`: whether the outputs still are.
     """
     done: list[object] = []
 
-    def flush() -> None:
-        done.append("flush stdout")
+    def flush(name: str) -> None:
+        done.append(f"flush {name}")
         if not is_open:
             raise BrokenPipeError
 
@@ -209,8 +210,8 @@ def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
     )
     substitute(
         sys,
-        stdout=Mock(write=done.append, flush=flush),
-        stderr=Mock(write=done.append, flush=lambda: done.append("flush stderr")),
+        stdout=Mock(write=done.append, flush=partial(flush, "stdout")),
+        stderr=Mock(write=done.append, flush=partial(flush, "stderr")),
     )
     failing.end(error, lambda: done.append("the traceback\n"))
     flushed = done.index("flush stderr")

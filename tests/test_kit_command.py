@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from studies.commands import ROOT, outside, printed
 
-from sp_core.launch import command as command_module, watch as watch_module
+from sp_core.launch import command as command_module, signals, watch as watch_module
 from sp_core.launch.bounded import LAUNCH_PROBLEMS
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, SESSION_DIR, SESSION_DIR_HERE, environment
 from sp_core.transport.groups import GroupComm
@@ -203,7 +203,7 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored_or_handle
 
     launch.trouble = trouble
     monkeypatch.setattr(command_module, "Launch", lambda *_: launch)
-    with command_module._handled([number], handler):
+    with signals.handled([number], handler):
         with pytest.raises(SystemExit, match=str(128 + number)) if is_default else nullcontext():
             command_module.run(1, ["true"], timeout=1)
         assert signal.getsignal(number) is handler

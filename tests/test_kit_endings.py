@@ -9,11 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import ANY, Mock, call
 
 import pytest
 
-from sp_core.launch import command as command_module, results, watch as watch_module
+from sp_core.launch import command as command_module, results, signals, watch as watch_module
 from sp_core.launch.command import Launch
 
 
@@ -246,7 +246,7 @@ def test_a_report_that_cannot_be_printed_is_in_the_junit_file(
 
 
 @pytest.mark.parametrize("while_it", ["begins", "is ended"])
-@pytest.mark.parametrize("number", [signal.SIGINT, *command_module.ENDING])
+@pytest.mark.parametrize("number", [signal.SIGINT, *signals.ENDING])
 def test_a_signal_waits_until_a_launch_has_begun_or_its_ranks_are_ended(
     number: signal.Signals,
     while_it: str,
@@ -276,8 +276,9 @@ def test_a_signal_waits_until_a_launch_has_begun_or_its_ranks_are_ended(
     monkeypatch.setattr(command_module, "Launch", begin)
     # a shell ignores SIGINT and SIGQUIT in commands that it runs in the background
     usual: Any = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-    with command_module._handled([number], usual), pytest.raises((KeyboardInterrupt, SystemExit)):
-        command_module.run(1, ["tool"], timeout=1.0)
+    with signals.handled([number], usual), pytest.raises((KeyboardInterrupt, SystemExit)):
+        command_module.run(1, ["tool"], timeout=1.0, leave_seconds=2.5)
+    made.deaths.pass_on.assert_called_once_with(ANY, 2.5, made.process.poll)
     assert waited == [number]
     assert made.trouble.called == (while_it == "is ended")
     made.end.assert_called_once_with()

@@ -4,6 +4,7 @@ On ranks other than 0 the text of a failure has one line.
 """
 
 import os
+import sys
 from typing import Any, cast
 from unittest.mock import Mock, call, patch
 

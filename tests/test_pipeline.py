@@ -22,7 +22,7 @@ from oracle.link import LinkModel
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.llama import Decoder, model as llama_model
+from sp_core.llama import Decoder, config as llama_config
 from sp_core.llama.pipeline import MicroBatch, forward, loss_and_gradients, sum_tied_gradients
 from sp_core.llama.unequal import compute
 from sp_core.nn.gradients import reduce_gradients
@@ -50,14 +50,14 @@ LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 5000)), max_size
 def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((6, 2), layers=3, head_dim=4, hidden=10, ffn=7, vocab=13)
     monkeypatch.setattr(
-        llama_model, "split_stages", lambda costs, stages, last: (costs, stages, last)
+        llama_config, "split_stages", lambda costs, stages, last: (costs, stages, last)
     )
     sizes = {name: x.numel() for name, x in case.weights().items() if x.dim() == 2}
     layers: Any = [
         sum(size for name, size in sizes.items() if f"layers.{number}." in name)
         for number in range(3)
     ]
-    assert [*llama_model.stage_layers(case.config, 2)] == [layers, 2, sizes["lm_head.weight"]]
+    assert [*llama_config.stage_layers(case.config, 2)] == [layers, 2, sizes["lm_head.weight"]]
 
 
 @pytest.mark.parametrize("cost", [1, 0.1, Fraction(1, 3), np.float16(0.1), np.float16(40000)])

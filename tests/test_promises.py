@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import llama_cases
 import pytest
 import torch
 from domains.declared import normal
@@ -25,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import sp_core as sp
 from sp_core.agreement import agree
 from sp_core.errors import CollectiveMismatch
+from sp_core.llama import Decoder
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.nn.loss import next_token_loss
 from sp_core.programs import ALGORITHMS, SLOTS
@@ -169,6 +171,15 @@ def test_groups_that_lie_differently_on_nodes_round_alike(comm: Any, tp: int) ->
         logits, labels = normal(132 + data.rank, (5, 2), "float32"), torch.tensor([0, 1, 0, 1, 0])
         loss = next_token_loss(logits, labels, tensor=tensor, data=data)
         assert differing(comm, [copied.grad, summed.grad, norm, loss]) == []
+
+
+@spmd(6)
+def test_decoding_gives_all_sequence_ranks_the_same_bits_on_any_nodes(comm: Any) -> None:
+    nodes = [0, 0, 0, 1, 1, 0]
+    with sp.Mesh(comm, nodes=nodes, algorithm="hierarchical", ring=2, tp=3) as mesh:
+        decoder = Decoder(llama_cases.Case((6, 3), dtype="float32", hidden=24).model(mesh), [9])
+        decoder.prefill([[1, 5, 3]])
+        assert differing(comm, [decoder.decode([[4]]), decoder.decode([[2]])]) == []
 
 
 ON_ALL_RANKS = ("all_gather", "all_reduce", "broadcast", "reduce_from_group", "gather_replicated")

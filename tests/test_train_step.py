@@ -26,6 +26,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import sp_core as sp
 from sp_core.llama import Llama, create, generate
+from sp_core.llama.record import settings_of
 from sp_core.llama.train import backward, load_training, save_training, train_step
 from sp_core.testing import spmd
 
@@ -60,6 +61,14 @@ DRAWING: dict[str, Callable[[Llama], Any]] = {
     "a new part of a layer": partial(with_part, Dropout),
     "a new part with buffers": partial(with_part, lambda: spectral_norm(Linear(10, 10))),
 }
+
+
+@spmd(1)
+@meshed("tp")
+def test_a_rate_of_a_short_dtype_is_compared(mesh: sp.Mesh) -> None:
+    model = CASE.model(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float32(0.5))
+    assert "'lr': 0.5" in settings_of(optimizer, model)
 
 
 @pytest.mark.parametrize("saving", [{"recompute": True}, {"offload": True}])

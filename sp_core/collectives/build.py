@@ -139,13 +139,8 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
         if given[parts] is None:
             given[parts] = even_sizes(x.shape[given[dim]], comm.size)
     if given.pop("deterministic", False) and given["algorithm"] == "auto":
-        given["algorithm"] = in_rank_order(comm)
+        given["algorithm"] = "pairwise" if comm.window is None else "window"
     return kind.map(comm, **given)
-
-
-def in_rank_order(comm: Communicator) -> str:
-    """Return the algorithm with which `comm` adds in rank order, to the same bits as any other."""
-    return "pairwise" if comm.window is None else "window"
 
 
 def _call(

@@ -17,12 +17,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sp_core.launch import results, watch
-from sp_core.launch.deaths import Deaths, kill_session, shared_files
+from sp_core.launch.deaths import LEAVE_SECONDS, Deaths, kill_session, shared_files
+from sp_core.launch.signals import on_ending, signals_held_back
 from sp_core.launch.watch import HOST, IN_FLIGHT, RESULT, RUN_DIR, STARTED, this_host
 from sp_core.machine import home_or, leave_step, temporary_folder
 
@@ -57,11 +58,6 @@ ENVIRONMENT = {
 # folder of Open MPI's files; it refuses to start if both are set
 SESSION_DIR, SESSION_DIR_HERE = ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base")
 ENV_LIST = "OMPI_MCA_mca_base_env_list"  # variables that Open MPI sends to other hosts
-ENDING = (
-    *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
-)
-"""Signals that batch systems and people send to end a program. Python handles SIGINT."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -96,10 +92,7 @@ def mpiexec_version() -> str:
 
 
 def streaming() -> list[str]:
-    """Return arguments that make mpiexec pass on incomplete lines at once.
-
-    Return [] for MPICH, which always does so.
-    """
+    """Return arguments that make mpiexec pass on incomplete lines at once; MPICH needs none."""
     return ["--stream-buffering", "0"] if "Open MPI" in mpiexec_version() else []
 
 
@@ -240,9 +233,8 @@ class Launch:
         if any(path.stat().st_size for path in self.run_dir.glob("*.hang")):
             return "a rank has reached its time limit"
         if code is None and now > self._begin + self._timeout:
-            return (
-                f"the launch has not ended after {self._timeout:g} s; --timeout sets another limit"
-            )
+            limit = f"{self._timeout:g} s; --timeout sets another limit"
+            return f"the launch has not ended after {limit}"
         if code is None and not is_session and self.deaths.failed():
             self._failed = min(self._failed, now)
             late = now > self._failed + ORPHAN_SECONDS
@@ -272,42 +264,35 @@ class Launch:
         return "\n".join([*lines, *results.told(self.run_dir)])
 
 
-@contextmanager
-def _handled(numbers: Iterable[int], handle: Callable[[int, object], object]) -> Iterator[None]:
-    """Call `handle` for these signals until the block ends, then restore their handlers."""
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _tell(launch: Launch, reason: str, ended: int | None) -> None:
+    """Print how a launch has ended, if not well; write the JUnit file if it has to be ended.
 
-
-def on_ending(handle: Callable[..., object]) -> AbstractContextManager[None]:
-    """Call `handle` on signals in `ENDING`, whose default action would end only the launcher.
-
-    `handle` can then end the ranks. Ignored signals, as under `nohup`, stay ignored.
+    Args:
+        launch: the launch.
+        reason: why it has to be ended; "" if it has not.
+        ended: the result of `launch.ended`.
     """
-    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    return _handled(ours, handle)
+    if reason:
+        report = launch.report(reason)
+        try:
+            results.write_junit(launch.run_dir, report)
+        finally:
+            print(report, file=sys.stderr, flush=True)
+    elif launch.process.poll() is None:
+        text = "all ranks have ended; the processes that they have left are ended, too"
+        print(text, file=sys.stderr, flush=True)
+    elif ended and not (launch.run_dir / STARTED).exists():
+        print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Hold back signals that end this process, such as a second Ctrl-C, until the block ends.
-
-    Blocking them would not do: another thread would receive them, and Python act on them here.
-    """
-    came: list[int] = []
-    try:
-        with _handled((signal.SIGINT, *ENDING), lambda number, _: came.append(number)):
-            yield
-    finally:
-        for first in came[:1]:
-            signal.raise_signal(first)
-
-
-def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequence[str] = ()) -> int:
+def run(
+    ranks: int,
+    command: Sequence[str],
+    *,
+    timeout: float,
+    mpi_args: Sequence[str] = (),
+    leave_seconds: float = LEAVE_SECONDS,
+) -> int:
     """Run a command on several ranks until it ends or its time limit is reached.
 
     If the launch has to be ended or is interrupted, print a report on standard error and write the
@@ -318,6 +303,7 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
         command: program and arguments.
         timeout: time limit of the launch in seconds.
         mpi_args: more arguments for mpiexec.
+        leave_seconds: how long ranks may save their state after a signal; with 0 they get none.
 
     Returns:
         The exit code of the test session; if that is 0 or there is none, mpiexec's. Never 0 if the
@@ -337,30 +323,21 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
     with on_ending(lambda number, _: sys.exit(128 + number)), temporary_folder() as directory:
         launch = None
         try:
-            with _signals_held_back():
+            with signals_held_back():
                 launch = Launch(ranks, command, mpi_args, directory, timeout)
                 result = launch.run_dir / RESULT
             while not (reason := launch.trouble(POLL_SECONDS)) and launch.ended() is None:
                 pass
             reason, ended = reason or launch.trouble(0.0), launch.ended()
-            if reason:
-                report = launch.report(reason)
-                try:
-                    results.write_junit(launch.run_dir, report)
-                finally:
-                    print(report, file=sys.stderr, flush=True)
-            elif launch.process.poll() is None:
-                text = "all ranks have ended; the processes that they have left are ended, too"
-                print(text, file=sys.stderr, flush=True)
-            elif ended and not (launch.run_dir / STARTED).exists():
-                print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
+            _tell(launch, reason, ended)
         except (KeyboardInterrupt, SystemExit) as error:
             if launch:
                 results.tell_interrupted(launch.run_dir)
-                launch.deaths.pass_on(watch.exit_code(error) - 128, launch.process.poll)
+                number = watch.exit_code(error) - 128
+                launch.deaths.pass_on(number, leave_seconds, launch.process.poll)
             raise
         finally:
-            with _signals_held_back():
+            with signals_held_back():
                 if launch:
                     launch.end()
         told = int(result.read_text() or 0) if result.exists() and not reason else 0

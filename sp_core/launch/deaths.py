@@ -133,19 +133,22 @@ class Deaths:
             _signal(pid, signal.SIGCONT)
         time.sleep(WRITE_SECONDS if self._stopped else 0.0)
 
-    def pass_on(self, number: int, ended: Callable[[], int | None]) -> None:
+    def pass_on(self, number: int, seconds: float, ended: Callable[[], int | None]) -> None:
         """Send living ranks the signal that ends the launch, and wait until the launch has ended.
 
-        Wait at most LEAVE_SECONDS, and not at all without a living rank or in a test session.
+        Do nothing without a living rank or in a test session.
 
         Args:
             number: the signal, which a program may handle: it may save its state, or ignore it.
+                Below 1 there was none, and nothing is sent.
+            seconds: the longest wait; with 0 nothing is sent.
             ended: returns None while the launch goes on.
         """
-        ranks = {} if (self._dir / STARTED).exists() else self.alive()
+        is_sent = number > 0 and seconds and not (self._dir / STARTED).exists()
+        ranks = self.alive() if is_sent else {}
         for pid in ranks.values():
             _signal(pid, number)
-        until = time.monotonic() + LEAVE_SECONDS
+        until = time.monotonic() + seconds
         while ranks and ended() is None and time.monotonic() < until:
             time.sleep(RETRY_SECONDS)
 

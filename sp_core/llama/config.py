@@ -8,8 +8,8 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import chain
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.errors import CheckpointError, ShapeError
 from sp_core.nn.rope import Rope
+from sp_core.scheduling import split_stages
 
 Tokens = Sequence[Sequence[int]]
 """For each sequence its tokens; lengths may differ."""
@@ -301,14 +302,24 @@ def _scaling(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     unused = "rope_theta", "partial_rotary_factor"
     kept = {
-        name: float(x)
-        if isinstance(x, Real) and not isinstance(x, Integral)
-        else arguments.plain(x)
+        name: float(x) if isinstance(x, Fraction) else arguments.plain(x)
         for name, x in entry.items()
         if name not in unused
     }
     is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
     return None if is_plain else kept
+
+
+def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
+    """Return for each stage a range of layers, such that the greatest work of a stage is least.
+
+    The head counts as work of the last stage.
+
+    Raises:
+        ShapeError: more stages than layers.
+    """
+    costs = [config.layer_weights] * config.num_hidden_layers
+    return split_stages(costs, stages, last=config.hidden_size * config.vocab_size)
 
 
 def check_ranks(config: LlamaConfig, size: int) -> None:

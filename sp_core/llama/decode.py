@@ -118,7 +118,8 @@ class Decoder:
         Communication:
             One agreement (32-byte all-reduce). Per layer one all-gather of (S, H/T, D + 1) over the
             sequence ranks, and two all-reduces over the tensor ranks; one more for the embedding.
-            Then one all-gather of (N', V) over the tensor ranks. Between stages as `prefill`.
+            Then one broadcast of (N', E) over the sequence ranks if there are several tensor ranks,
+            and one all-gather of (N', V) over the tensor ranks. Between stages as `prefill`.
         """
         return self._run("decode", tokens, self._everywhere)
 
@@ -193,7 +194,10 @@ class Decoder:
             return _merged(out, lse, comm).transpose(1, 2).to(q.dtype)
 
         one = self._pass(cache, new, range(len(new.positions)), attend)
-        return one, lambda row: row[new.ends()]
+        if model.grid.tensor.size == 1:
+            return one, lambda row: row[new.ends()]
+        # tensor groups that lie differently on nodes may add in other orders
+        return one, lambda row: broadcast(row[new.ends()], comm=comm)
 
     def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, New]]:
         """Check that the ranks of a replica agree on a valid call, and add tokens to the caches.

@@ -8,7 +8,7 @@ products with split weights each tensor rank has only some of the tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 from zlib import crc32
 
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from sp_core import arguments
-from sp_core.agreement import make_alike
+from sp_core.agreement import agreeing_in_turn, make_alike
 from sp_core.attention.kernels import FLOATS
 from sp_core.collectives.api import all_gather
 from sp_core.collectives.differentiable import copy_to_group
 from sp_core.errors import DtypeError
-from sp_core.llama.config import LlamaConfig, check_ranks, check_tokens
+from sp_core.llama.config import LlamaConfig, check_ranks, check_tokens, stage_layers
 from sp_core.llama.grid import Grid
 from sp_core.llama.names import checkpoint_name
 from sp_core.mask import Mask, Positions
-from sp_core.mask.definition import document_of
+from sp_core.mask.definition import document_positions
 from sp_core.mesh import Mesh
 from sp_core.nn.block import ParallelBlock, blocks_in
 from sp_core.nn.gradients import Placement, placement_of
@@ -34,7 +34,6 @@ from sp_core.nn.memory import KEEP_ALL, Saving
 from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, check_part, join, project
 from sp_core.nn.replicated import check_hooks, learning, precision
 from sp_core.nn.rope import rotation
-from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
 from sp_core.sharding import Sharding, split_sizes
 
@@ -193,30 +192,53 @@ class Llama(nn.Module):
             (B, S/P, V/T).
 
         Communication:
-            One agreement (32-byte all-reduce); with `check="agree"` each collective makes more. Per
-            layer the messages of the attention scheme over the sequence ranks, and two all-reduces
-            of (B, S/P, E) over the tensor ranks; one more for the embedding. The backward sends as
-            much again. With `tp_sp` an all-gather of tokens and a reduce-scatter replace each
-            all-reduce, also in the backward, which then repeats each all-gather of the forward.
+            Two agreements (32-byte all-reduces), of the tensor ranks and of all; with
+            `check="agree"` each collective makes more. Per layer the messages of the attention
+            scheme over the sequence ranks, and two all-reduces of (B, S/P, E) over the tensor
+            ranks; one more for the embedding. The backward sends as much again. With `tp_sp` an
+            all-gather of tokens and a reduce-scatter replace each all-reduce, also in the backward,
+            which then repeats each all-gather of the forward.
 
         Raises:
             ShapeError, DtypeError, ValueError, TypeError: tokens or a mask that do not fit, tokens
                 not in the vocabulary, or layers that are split over stages, for which there are
                 `Decoder` and `pipeline.loss_and_gradients`. On every rank of the mesh.
+            CollectiveMismatch: tensor ranks were given other tokens, shardings or masks; or the
+                models differ. On every rank of the mesh.
         """
-        one = self.begin(tokens, sharding, mask, KEEP_ALL)
+
+        def given() -> str:
+            return f"Llama of {tokens.tolist()}, {sharding.fingerprint}, {mask}"
+
+        one = self.begin(tokens, sharding, mask, KEEP_ALL, given)
         return self.logits(self.hidden(tokens, one), one.lengths)
 
-    def begin(self, tokens: Tensor, sharding: Sharding, mask: Mask, saving: Saving) -> Pass:
-        """Check arguments as `forward` does, on all ranks, and return the `Pass` of the tokens."""
+    def begin(
+        self,
+        tokens: Tensor,
+        sharding: Sharding,
+        mask: Mask,
+        saving: Saving,
+        given: Callable[[], str] | None = None,
+    ) -> Pass:
+        """Check arguments as `forward` does, on all ranks, and return the `Pass` of the tokens.
+
+        `given` returns a text that must be equal on the tensor ranks; None if they have compared.
+        """
 
         def call() -> str:
+            return f"Llama({self.precision}, tp_sp={self.tp_sp}, {learning(self)})"
+
+        @cache
+        def check() -> None:
             self.grid.check_one_stage()
             self.check_parts()
             self.check(tokens, sharding, mask)
-            return f"Llama({self.precision}, tp_sp={self.tp_sp}, {learning(self)})"
 
-        self.grid.everyone.agree_on(call)
+        with agreeing_in_turn() as agree_on:
+            if given:
+                agree_on(self.grid.tensor, given, check)
+            agree_on(self.grid.everyone, call, check)
         return self.one_pass(tokens, sharding, mask, saving)
 
     def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask, saving: Saving) -> Pass:
@@ -323,26 +345,6 @@ class Llama(nn.Module):
 def check_model(model: object) -> None:
     """Raise TypeError, on this rank only, if an object is no `Llama`."""
     arguments.check_type("model", model, Llama, "Make one with load or create.")
-
-
-def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
-    """Return for each stage a range of layers, such that the greatest work of a stage is least.
-
-    The head counts as work of the last stage.
-
-    Raises:
-        ShapeError: more stages than layers.
-    """
-    costs = [config.layer_weights] * config.num_hidden_layers
-    return split_stages(costs, stages, last=config.hidden_size * config.vocab_size)
-
-
-def document_positions(positions: Tensor, mask: Mask) -> Tensor:
-    """Return the position of each token in its document, from positions in the whole sequence."""
-    if mask.documents is None:
-        return positions
-    starts = torch.tensor(mask.documents, device="cpu")
-    return positions - starts[document_of(positions, mask.documents)]
 
 
 def create(

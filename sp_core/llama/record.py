@@ -121,8 +121,8 @@ def settings_of(optimizer: Any, model: Llama) -> str:
     groups = [
         {
             name: x.tolist() if isinstance(x, Tensor) else x
-            for name, x in sorted({**group, "params": params}.items())
-            if isinstance(x, Tensor | int | float | str | tuple | list)
+            for name, given in sorted({**group, "params": params}.items())
+            if isinstance(x := arguments.plain(given), Tensor | int | float | str | tuple | list)
         }
         for group in getattr(optimizer, "param_groups", ())
         for params in (sorted(numbers.get(x, -1) for x in group["params"]),)

@@ -231,6 +231,14 @@ def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
     return torch.bucketize(positions.contiguous(), ends, right=True)
 
 
+def document_positions(positions: Tensor, mask: Mask) -> Tensor:
+    """Return the position of each token in its document, from positions in the whole sequence."""
+    if mask.documents is None:
+        return positions
+    starts = torch.tensor(mask.documents, device="cpu")
+    return positions - starts[document_of(positions, mask.documents)]
+
+
 def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
     """Count the keys that each query sees, int64 (Sq,).
 

@@ -95,7 +95,7 @@ class Placement:
 
     @property
     def is_alike(self) -> bool:
-        """Return whether several ranks, and all, hold the same slices."""
+        """Return whether there are several ranks and all hold the same slices."""
         return len(set(self.held)) == 1 < len(self.held)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -185,11 +185,11 @@ def reduce_gradients(
 
     Communication:
         One agreement (32-byte all-reduce) over `data` and one over `tensor`, also with
-        `check="agree"`. For each dtype one all-reduce of all gradients over `data`. If `tensor` has
-        several ranks, there is one more, of the parameters that all of them hold whole. For each
-        dtype one all-reduce over `tensor`, of the gradients that are incomplete on each rank
-        (`Placement.partial`), padded with zeros to the shape of the whole parameter. The last two
-        add in rank order if both groups have several ranks: copies must stay equal to the bit.
+        `check="agree"`. For each dtype one all-reduce of gradients over `data`; if `tensor` has
+        several ranks, one more, of parameters that all of them hold alike (not
+        `Placement.partial`). For each dtype one all-reduce over `tensor` of the gradients that are
+        partial, padded with zeros to the shape of the whole parameter. The last two add in rank
+        order if both groups have several ranks: copies must stay equal to the bit.
 
     Raises:
         ShapeError: with `tensor`, a parameter has no placement, or a placement for other ranks; or
@@ -260,7 +260,7 @@ def clip_gradient_norm(
         also if several ranks hold it.
 
     Communication:
-        One agreement (32-byte all-reduce) and one all-reduce of one number, added in rank order,
+        One agreement (32-byte all-reduce) and one all-reduce of one number, by recursive doubling,
         over `tensor`; the same over `stages`. No other agreement, also with `check="agree"`.
 
     Raises:
@@ -271,10 +271,10 @@ def clip_gradient_norm(
         DeviceError: a parameter is not on the device of `tensor`.
         DtypeError: a gradient is complex.
         TypeError: an item of `parameters` is not a parameter.
-        CollectiveMismatch: max_norm differs between ranks, or the parameters between those of
-            `tensor`.
+        CollectiveMismatch: max_norm differs between ranks of a group, or the parameters between
+            those of `tensor`.
 
-    All of these errors are raised on every rank.
+    All are raised on every rank of both groups. Pass the same max_norm on all replicas, too.
     """
     wanted: Placed = {}
     max_norm = arguments.plain(max_norm)
@@ -296,7 +296,7 @@ def clip_gradient_norm(
         total += torch.linalg.vector_norm(counted, dtype=torch.float64).square()
     for comm in (tensor, *others):
         with comm.agreed():
-            total = all_reduce(total, comm=comm, deterministic=True)
+            total = all_reduce(total, comm=comm, algorithm="recursive_doubling")
     norm = float(total.sqrt())
     if not norm < torch.inf:
         raise ValueError(

@@ -23,7 +23,6 @@ from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.attention import accumulation_dtype
 from sp_core.collectives.api import all_reduce, shift
-from sp_core.collectives.build import in_rank_order
 from sp_core.collectives.differentiable import reduce_from_group
 from sp_core.communicator import Communicator
 from sp_core.compiling import EagerFunction
@@ -163,9 +162,9 @@ def next_token_loss(
         One agreement (32-byte all-reduce) over `tensor` and one over `data`; the forward makes no
         other, also with `check="agree"`. Over `tensor` two all-reduces for each chunk, one of a
         number and one of two numbers per token. Over `data` an all-reduce of the loss, and one of
-        the count if `count` is None. The loss is added in rank order if `tensor` has several ranks:
-        each sums it over its own `data`. If there are several chunks, the backward repeats the
-        all-reduces over `tensor`.
+        the count if `count` is None. If `tensor` has several ranks, each sums the loss over its own
+        `data`, by recursive doubling: the order of its additions does not depend on nodes. If there
+        are several chunks, the backward repeats the all-reduces over `tensor`.
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
@@ -206,7 +205,7 @@ def next_token_loss(
         losses = tiled(compute, *parts, dim=0, reads=() if head is None else (head,))
         losses = losses.view_as(labels)
         mine = torch.where(valid, losses, 0.0).sum() / count
-        algorithm = in_rank_order(data) if tensor.size > 1 else "auto"
+        algorithm = "recursive_doubling" if tensor.size > 1 else "auto"
         return reduce_from_group(mine, comm=data, algorithm=algorithm)
 
 

@@ -377,7 +377,8 @@ def _sizes_and_call(
     )
     arguments.check_type("linear", linear, nn.Linear, remedy)
     is_changed = type(linear).forward is not nn.Linear.forward or is_parametrized(linear)
-    hooks = [x._backward_hooks or x._post_accumulate_grad_hooks for x in linear.parameters()]
+    names = "_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers"
+    hooks = [getattr(x, name, None) for x in linear.parameters() for name in names]
     if is_changed or any(hooks) or not is_plain(linear, type(linear)):
         raise TypeError(
             f"linear is a {type(linear).__name__} that does more than its weight says. {remedy}"

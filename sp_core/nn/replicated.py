@@ -286,7 +286,9 @@ def precision(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def check_hooks(module: nn.Module, own: object = None) -> None:
-    """Raise a ValueError, on this rank, if a weight has a hook on its gradient other than `own`.
+    """Raise a ValueError, on this rank, if a weight has another hook on its gradient than `own`.
+
+    Torch's optimizers that step in the backward are such hooks.
 
     Call it for modules whose gradients are summed over ranks after the backward.
     """

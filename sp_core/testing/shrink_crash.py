@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from sp_core.launch.command import Launch, on_ending
+from sp_core.launch.command import Launch
+from sp_core.launch.signals import on_ending
 from sp_core.machine import leave_step
 from sp_core.testing import session
 from sp_core.testing.outcome import FINISHED, Kind, Outcome

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.agreement import DIGEST_BYTES, RECORD_BYTES
-from sp_core.collectives.build import in_rank_order
 from sp_core.nn import gradients, loss
-from sp_core.programs import cost, operation, program_of
 
 MESSAGES = ("shift", "ring", "pipeline", "tied")
 """Operations whose point-to-point messages are counted; of all others the calls are counted."""
@@ -102,10 +100,13 @@ class Scene:
         """Return the bytes of the other ranks' parts of `elements` elements."""
         return 4 * elements * (self.size - 1) // self.size
 
-    def in_rank_order(self) -> int:
-        """Return the bytes of an all-reduce of one float64 that adds in rank order."""
-        one = operation("all_reduce", self.rank, self.size, (1,), itemsize=8)
-        return cost(program_of(one, in_rank_order(self.comm)), torch.float64).bytes_sent
+    def doubling(self) -> int:
+        """Return the bytes that recursive doubling sends for one float64."""
+        levels = self.size.bit_length() - 1
+        acted_for = 2 * (self.size - (1 << levels))  # of two of these ranks the odd one acts
+        if self.rank >= acted_for:
+            return 8 * levels
+        return 8 * (levels + 1) if self.rank % 2 else 8
 
     def parallel(self, kind: Any, inputs: int, outputs: int, sharding: sp.Sharding) -> Any:
         """Return a parallel linear layer."""
@@ -271,7 +272,7 @@ def _(scene: Scene) -> None:
         with scene.sends(agreements=1, all_reduce=sums):
             gradients.reduce_gradients(weights, data=data, tensor=tensor)
         stages = None if tensor is scene.comm else scene.comm
-        with scene.sends(agreements=1, all_reduce=(1, scene.in_rank_order())):
+        with scene.sends(agreements=1, all_reduce=(1, scene.doubling())):
             gradients.clip_gradient_norm(weights, 1.0, tensor=tensor, stages=stages)
 
 

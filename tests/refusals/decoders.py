@@ -32,6 +32,15 @@ def generated(prompts: list[list[int]], count: int) -> Any:
     return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
 
 
+@later
+def computed(
+    tokens: Callable[[bool], torch.Tensor], mesh: sp.Mesh, here: bool, *, window: int = 0
+) -> torch.Tensor:
+    """Compute the logits of three tokens, with a mask whose window is wider on the last rank."""
+    mask = sp.Mask(causal=True, window=1 + window * here)
+    return CASE.model(mesh)(tokens(here), sharding=sp.Sharding.contiguous(3, 1), mask=mask)
+
+
 def other_decoder(mesh: sp.Mesh, here: bool) -> object:
     model = CASE.model(mesh)
     long, short = Decoder(model, [3]), Decoder(model, [3])
@@ -293,6 +302,16 @@ ON_ONE_RANK: Table = {
         ),
     },
     "tp": {
+        "other tokens on a tensor rank": (
+            sp.CollectiveMismatch,
+            "Llama of [[",
+            computed(lambda here: (CASE.tokens(1, 3) + here) % CASE.vocab),
+        ),
+        "another mask on a tensor rank": (
+            sp.CollectiveMismatch,
+            "window=2",
+            computed(lambda _: CASE.tokens(1, 3), window=1),
+        ),
         "a model converted in part under a decoder": (
             sp.DtypeError,
             "rank 1: the parameters have the dtypes ['torch.float32', 'torch.float64']",
