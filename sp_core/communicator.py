@@ -44,8 +44,8 @@ class Communicator(NotCopied):
         algorithm: what calls with algorithm="auto" use: one name, or a name for each collective;
             see `sp_core.programs.defaults`.
         nodes: for each rank the number of its node (machine).
-        tuning: measured constants by which "auto" chooses if `algorithm` is "auto" too, the same on
-            every rank; None: the MPI library chooses.
+        tuning: measured constants by which "auto" chooses on a CPU if `algorithm` is "auto" too,
+            the same on every rank; None for none.
 
     Attributes:
         counters: the calls of each operation, and the bytes they sent.
@@ -323,7 +323,7 @@ class Communicator(NotCopied):
     def abandon(self, error: BaseException) -> None:
         """Stop using this communicator because of an error, without waiting for other ranks.
 
-        The next agreement of the other ranks raises `PeerFailed`, with the text of `error`.
+        The next agreement of the others raises `PeerFailed`, with the first 40 bytes of `error`.
         """
         if self.is_made and not self._freed:
             with suppress(Exception):  # do not hide the error
@@ -334,7 +334,7 @@ class Communicator(NotCopied):
         self._leave(together=False)
 
     def decline(self, why: str) -> None:
-        """Let the next agreement of the other ranks raise `PeerFailed` with the text `why`."""
+        """Let the next agreement of the others raise `PeerFailed`, with 40 bytes of `why`."""
         self._progress.keep(self._control.leave(why, agreement.State.FAILS))
 
     def _leave(self, *, together: bool) -> None:

@@ -81,7 +81,8 @@ _MODEL: dict[str, dict[str, Any]] = {
     },
     "--algorithm": {
         "help": "of collectives: ring, or all_reduce=ring,all_gather=bruck; "
-        "default: SP_ALGORITHM, else the quickest by measured constants, else the MPI library's"
+        "default: SP_ALGORITHM, else on a CPU the quickest by measured constants, else the MPI "
+        "library's, or shared memory if MPI cannot read the tensors"
     },
     "--dtype": {
         "choices": ("float64", "float32", "bfloat16", "float16"),

@@ -59,19 +59,19 @@ class Mesh(NotCopied):
             environment names, unless that is one for other kinds of devices only; else the first of
             `NAMES[device type]`. An unknown name in SP_TRANSPORT is a DeviceError.
         check: "agree": every collective first checks that the ranks agree on its arguments. "off":
-            collectives check nothing, unless they must tell each other lengths; schemes, layers,
-            losses, gradients and models still check. Docstrings count the agreements with "off".
-            With "agree" each collective inside a call, or in its backward, may make one more.
+            collectives compare nothing between ranks, and a rank's wrong arguments raise an error
+            on that rank alone, unless ranks must tell each other lengths. Schemes, layers, losses,
+            gradients and models still check. Docstrings count the agreements with "off"; with
+            "agree" each collective inside a call, or in its backward, may make one more.
         algorithm: the algorithm of each collective whose call says "auto": a name, for all
             collectives that have it, or names by collective, as a mapping or as text,
             "all_reduce=ring,all_gather=bruck"; `sp_core.programs.ALGORITHMS` lists them. Default:
             the environment's SP_ALGORITHM, else "auto".
         nodes: the node of each rank of `comm`, any numbers. Only algorithms use it. Default: the
             environment's SP_NODES, such as "0,0,1,1"; else nodes differ by host name and boot id.
-        tuning: measured constants by which "auto" takes the quickest algorithm: a file, "auto" for
-            the file of `python -m sp_core doctor --measure` for this machine, "off" to leave the
-            choice to the MPI library. Rank 0's constants hold for all. Default: the environment's
-            SP_TUNING, else "auto". A mesh measures nothing.
+        tuning: measured constants by which "auto" takes the quickest algorithm on a CPU: a file,
+            "auto" for that of `sp-core doctor --measure` for this machine, or "off" for none. Rank
+            0's constants hold for all. Default: the environment's SP_TUNING, else "auto".
         axes: the size of each axis, such as dp=2, ring=4; their product is the size of `comm`.
             `mesh["ring"]` is the communicator of an axis, `mesh["dp", "ring"]` that of two.
 

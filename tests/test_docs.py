@@ -13,6 +13,8 @@ from oracle.schedule_cases import schedule
 
 import sp_core
 from sp_core import llama, scheduling, testing
+from sp_core.nn import parallel
+from sp_core.nn.replicated import ReplicatedLayer
 from sp_core.programs import doubling, table
 from sp_core.testing import engine
 
@@ -75,6 +77,19 @@ def test_a_function_with_the_name_of_its_module_is_chosen_as_a_member() -> None:
     assert sorted(hidden) == ["sp_core.llama.generate", "sp_core.merge"]
     for name in hidden:
         assert f"::: {name}\n    options:\n      members: [{_last(name)}]\n" in text
+
+
+@pytest.mark.parametrize(
+    ("base", "members"),
+    [(ReplicatedLayer, "weights"), (parallel._ParallelLinear, "from_linear, to_linear")],
+)
+def test_the_page_of_a_layer_shows_methods_of_its_base_class(base: type, members: str) -> None:
+    """Without the option mkdocstrings shows only methods that the class itself defines."""
+    text = (ROOT / "docs" / "api" / "nn.md").read_text()
+    layers = [x for x in DESCRIBED if isinstance(of := _found(x), type) and issubclass(of, base)]
+    assert len(layers) > 1
+    for name in layers:
+        assert f"::: {name}\n    options:\n      inherited_members: [{members}]\n" in text
 
 
 def test_every_program_is_run_by_a_test() -> None:

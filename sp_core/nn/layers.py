@@ -219,8 +219,8 @@ class SelfAttention(ReplicatedLayer):
             messages of the scheme, one agreement, and one all-reduce of this layer's gradients.
 
         Raises:
-            ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-                `ReplicatedLayer.weights` and the scheme, on every rank.
+            ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `weights`
+                and the scheme, on every rank.
         """
         weights = self.weights(x, sharding)
         projected = (self.linear(name, x, weights) for name in ("q_proj", "k_proj", "v_proj"))

@@ -327,8 +327,9 @@ class ColumnParallelLinear(_ParallelLinear):
         and the result (..., sizes[rank]).
 
         Communication:
-            One agreement (32-byte all-reduce), then the messages of `gather_linears`. Without a
-            sharding one all-reduce of the gradient of x in the backward instead.
+            One agreement (32-byte all-reduce), then all-gathers: a rank sends `(P-1) * B*(S/P)*E`
+            elements. Backward the same again, and reduce-scatters of `B*(S - S/P)*E`. Without a
+            sharding one all-reduce of the gradient of x, in the backward, replaces these messages.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
         with self.comm.agreed():  # under autocast the product has a different dtype
@@ -354,9 +355,9 @@ class RowParallelLinear(_ParallelLinear):
         the result (..., E), all tokens.
 
         Communication:
-            One agreement (32-byte all-reduce), then the messages of `linear_scatter`; in the
-            backward also an all-reduce of the bias gradient. Without a sharding one all-reduce of
-            the result replaces these messages.
+            One agreement (32-byte all-reduce), then reduce-scatters: a rank sends `B*(S - S/P)*E`
+            elements. Backward all-gathers of `(P-1) * B*(S/P)*E`, and an all-reduce of the bias
+            gradient. Without a sharding one all-reduce of the result replaces these messages.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))
         with self.comm.agreed():

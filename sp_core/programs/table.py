@@ -52,10 +52,11 @@ _BUILDERS: dict[str, dict[str, str]] = {
 LIBRARY = ("auto", "mpi", "window")
 """Names that every collective accepts, whether or not it has programs here.
 
-"mpi" is the MPI library's own collective. "window" is shared memory, if the ranks have any. "auto"
-takes the algorithm that is fastest by the times of the mesh's tuning. Without times it takes "mpi",
-because shared memory needs one more copy of an ordinary tensor. If MPI cannot read the tensors
-(gloo, or a device), and the communicator has shared memory, it takes "window"."""
+"mpi" is the MPI library's own collective. "window" is shared memory, if the ranks have any. On a
+CPU "auto" takes the algorithm that is fastest by the times of the mesh's tuning. Without times, and
+on a device, it takes "mpi", because shared memory needs one more copy of an ordinary tensor. If
+MPI cannot read the tensors (gloo, or a device), and the communicator has shared memory, it takes
+"window"."""
 
 SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
 """For each collective, the algorithms for which this package makes programs of messages."""
