@@ -9,6 +9,7 @@ own tokens. Shapes: B batch, S sequence, P ranks that share a sequence, H heads,
 vocabulary.
 """
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -112,8 +113,7 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
         found = _checked(model, mesh, layout)
         sums = [sums for x in found for sums in byte_sums(x.detach())]
         kinds = blake2b(repr([(x.shape, x.dtype) for x in found]).encode(), digest_size=4)
-        config: Any = model.config
-        settings = {**config.to_dict(), "_name_or_path": ""}  # the path may differ between nodes
+        settings = cast("Any", model.config).to_dict() | {"_name_or_path": ""}  # differs by node
         return (
             f"parallelize({type(model).__name__} with {len(found)} parameters and buffers "
             f"#{kinds.hexdigest()} of values #{digest(*sums)}, {scheme=}, {layout=}, "
@@ -153,6 +153,10 @@ class _Parallel:
         self._held: Held = []
         self._has_loss = False
         AttentionInterface.register(NAME, _attend)
+        shared, own = model.config, copy.deepcopy(model.config)
+        for part in model.modules():  # other models may share the configuration
+            if getattr(part, "config", None) is shared:
+                part.config = own
         model.set_attn_implementation(NAME)
         model.loss_function = self._loss
         model.register_forward_pre_hook(self._shard, with_kwargs=True)
