@@ -169,7 +169,7 @@ class _Parallel:
         """Replace whole sequences by this rank's shards. Return the forward's (args, kwargs)."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         comm, items = self._grid.sequence, given.get("num_items_in_batch")
-        kind = type(model).__name__
+        kind, labelled = type(model).__name__, given.get("labels") is not None
         how = f"autocast={autocast_dtype(self._grid.data.device)}, {learning(model)}"
 
         def call() -> str:
@@ -184,7 +184,7 @@ class _Parallel:
             agree_on(comm, call, lambda: self._check(given))
             counts = agree_on(
                 self._grid.replicas,
-                lambda: f"{kind}.forward, counted={items is not None}, {how}",
+                lambda: f"{kind}.forward, {labelled=}, counted={items is not None}, {how}",
                 lambda: int(items or 0),
             )
         self._hook_weights()
@@ -192,7 +192,7 @@ class _Parallel:
         tokens, positions, documents = given["input_ids"], *positions_of(given)
         sharding: Sharding = getattr(Sharding, self._layout)(tokens.shape[1], comm.size)
         whole = {"input_ids": tokens, "position_ids": positions}
-        if given.get("labels") is not None:
+        if labelled:
             whole["labels"] = F.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:]
         shards: dict[str, Any] = {n: sharding.shard(x, comm.rank, 1) for n, x in whole.items()}
         if items is not None:
