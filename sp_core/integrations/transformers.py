@@ -9,6 +9,7 @@ own tokens. Shapes: B batch, S sequence, P ranks that share a sequence, H heads,
 vocabulary.
 """
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -112,8 +113,7 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
         found = _checked(model, mesh, layout)
         sums = [sums for x in found for sums in byte_sums(x.detach())]
         kinds = blake2b(repr([(x.shape, x.dtype) for x in found]).encode(), digest_size=4)
-        config: Any = model.config
-        settings = {**config.to_dict(), "_name_or_path": ""}  # the path may differ between nodes
+        settings = cast("Any", model.config).to_dict() | {"_name_or_path": ""}  # differs by node
         return (
             f"parallelize({type(model).__name__} with {len(found)} parameters and buffers "
             f"#{kinds.hexdigest()} of values #{digest(*sums)}, {scheme=}, {layout=}, "
@@ -153,6 +153,10 @@ class _Parallel:
         self._held: Held = []
         self._has_loss = False
         AttentionInterface.register(NAME, _attend)
+        shared, own = model.config, copy.deepcopy(model.config)
+        for part in model.modules():  # other models may share the configuration
+            if getattr(part, "config", None) is shared:
+                part.config = own
         model.set_attn_implementation(NAME)
         model.loss_function = self._loss
         model.register_forward_pre_hook(self._shard, with_kwargs=True)
@@ -165,7 +169,7 @@ class _Parallel:
         """Replace whole sequences by this rank's shards. Return the forward's (args, kwargs)."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         comm, items = self._grid.sequence, given.get("num_items_in_batch")
-        kind = type(model).__name__
+        kind, labelled = type(model).__name__, given.get("labels") is not None
         how = f"autocast={autocast_dtype(self._grid.data.device)}, {learning(model)}"
 
         def call() -> str:
@@ -180,7 +184,7 @@ class _Parallel:
             agree_on(comm, call, lambda: self._check(given))
             counts = agree_on(
                 self._grid.replicas,
-                lambda: f"{kind}.forward, counted={items is not None}, {how}",
+                lambda: f"{kind}.forward, {labelled=}, counted={items is not None}, {how}",
                 lambda: int(items or 0),
             )
         self._hook_weights()
@@ -188,7 +192,7 @@ class _Parallel:
         tokens, positions, documents = given["input_ids"], *positions_of(given)
         sharding: Sharding = getattr(Sharding, self._layout)(tokens.shape[1], comm.size)
         whole = {"input_ids": tokens, "position_ids": positions}
-        if given.get("labels") is not None:
+        if labelled:
             whole["labels"] = F.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:]
         shards: dict[str, Any] = {n: sharding.shard(x, comm.rank, 1) for n, x in whole.items()}
         if items is not None:

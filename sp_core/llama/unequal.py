@@ -70,9 +70,10 @@ def prefill_unequal(
         One agreement (32-byte all-reduce). For a shared sequence the messages of the attention
         scheme; for other sequences none between sequence ranks. Ranks draw rows of waiting
         sequences from a shared counter: each draw is one access and a broadcast of a number over
-        the tensor ranks. Over the tensor ranks two all-reduces per layer, and one for the
-        embedding, for each shared sequence and each other row. In the end two all-gathers over the
-        sequence ranks, of N/P numbers and of (N/P, V/T), and one of (N, V/T) over the tensor ranks.
+        the tensor ranks. The sequence ranks make and free this counter with two more agreements.
+        Over the tensor ranks two all-reduces per layer, and one for the embedding, for each shared
+        sequence and each other row. In the end two all-gathers over the sequence ranks, of N/P
+        numbers and of (N/P, V/T), and one of (N, V/T) over the tensor ranks.
 
     Raises:
         ShapeError, ValueError, TypeError: a plan for different lengths or ranks, an empty sequence,
@@ -190,6 +191,8 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
         if place >= len(waiting):
             break
         yield waiting[place]
+    # MPI blocks in free(), and an error of another rank would not end that
+    model.grid.sequence.agree_on(lambda: "free() of a counter")
     counter.free()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracle.reference import Reference
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import sp_core as sp
 from hf.cases import (
@@ -254,6 +255,21 @@ def test_a_loss_of_ones_own_has_the_gradients_of_one_process(case: str) -> None:
         assert got.keys() == want.keys()
         for name, grad in got.items():
             torch.testing.assert_close(grad, want[name], rtol=1e-9, atol=1e-9)
+
+
+def test_models_may_share_a_configuration() -> None:
+    """The second model computes before it is parallelized, too."""
+    config = model("llama").config
+    one, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, ring=1) as mesh:
+            integration.parallelize(one, mesh)
+            want = other(**inputs()).loss
+            loss = integration.parallelize(other, mesh)(**inputs()).loss
+            torch.testing.assert_close(loss, want, check_dtype=False)
+
+    run_threads(1, body)
 
 
 @pytest.mark.parametrize("hooked", [None, "lm_head", "model.embed_tokens"])

@@ -190,6 +190,7 @@ CASES = [
     Wrong("Do this before a forward", late),
     Wrong("counts the labels of one replica", uncounted, axes={"dp": 2}),
     *(Wrong("ranks disagree", lowered, axes={axis: 2}) for axis in ("ring", "dp")),
+    Wrong("labelled=False", called({"labels": None}, (1,)), axes={"dp": 2, "ring": 1}),
     Wrong("output_router_logits=True", changed("output_router_logits", True)),
     Wrong("was changed to 'sdpa'", changed("_attn_implementation", "sdpa")),
     Wrong("ranks disagree", lambda parallel, mesh: parallel(**inputs(seed=mesh.rank))),

@@ -4,12 +4,14 @@ mpiexec -n 3 python case_leaving.py
 """
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import sp_core as sp
 from sp_core import observer, progress
+from sp_core.llama.unequal import _taken
 from sp_core.programs import ALGORITHMS
 
 LOST = 1
@@ -94,6 +96,18 @@ def backward_in_place(group: sp.Communicator, leave: Callable[[], None]) -> None
     loss.backward()
 
 
+def rows_that_wait(group: sp.Communicator, leave: Callable[[], None]) -> None:
+    """Hand a row to each rank; then rank LOST leaves and the others find no more rows."""
+    from mpi4py import MPI
+
+    with sp.Mesh(MPI.COMM_SELF, tp=1) as alone:
+        grid = SimpleNamespace(tensor=alone["tp"], sequence=group)
+        model: Any = SimpleNamespace(grid=grid)
+        for _ in _taken(model, [()] * group.size):
+            sp.fence(comm=group)
+            leave()
+
+
 def calling(name: str, **arguments: Any) -> Callable[[sp.Communicator, Callable[[], None]], object]:
     """Return a body in which all ranks but LOST make a blocking call."""
 
@@ -122,6 +136,7 @@ CASES: dict[str, Case] = BEGUN | {
     "run of a plan": ({"transport": "host", "check": "off"}, a_run),
     "attention": ({"transport": "host"}, attention),
     "attention in place": ({"transport": "window"}, attention),
+    "rows that wait": ({"transport": "host"}, rows_that_wait),
     "fence": ({"transport": "window", "check": "off"}, calling("fence")),
     **{
         f"all_reduce {algorithm}": (
