@@ -67,7 +67,8 @@ DRAWING: dict[str, Callable[[Llama], Any]] = {
 @meshed("tp")
 def test_a_rate_of_a_short_dtype_is_compared(mesh: sp.Mesh) -> None:
     model = CASE.model(mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=np.float32(0.5))
+    rate: Any = np.float32(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     assert "'lr': 0.5" in settings_of(optimizer, model)
 
 

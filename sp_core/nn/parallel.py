@@ -33,7 +33,7 @@ from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import DeviceError, ShapeError
 from sp_core.nn.gradients import Placement, place
-from sp_core.nn.replicated import autocast_dtype, check_input, is_plain
+from sp_core.nn.replicated import autocast_dtype, check_input, gradient_hooks, is_plain
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 from sp_core.segments import within
 from sp_core.sharding import Sharding, check_sharding, split_sizes
@@ -378,9 +378,8 @@ def _sizes_and_call(
     )
     arguments.check_type("linear", linear, nn.Linear, remedy)
     is_changed = type(linear).forward is not nn.Linear.forward or is_parametrized(linear)
-    names = "_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers"
-    hooks = [getattr(x, name, None) for x in linear.parameters() for name in names]
-    if is_changed or any(hooks) or not is_plain(linear, type(linear)):
+    is_hooked = any(map(gradient_hooks, linear.parameters()))
+    if is_changed or is_hooked or not is_plain(linear, type(linear)):
         raise TypeError(
             f"linear is a {type(linear).__name__} that does more than its weight says. {remedy}"
         )

@@ -285,17 +285,20 @@ def precision(dtype: torch.dtype, device: torch.device) -> str:
     return f"{dtype}, autocast={lower}"
 
 
+def gradient_hooks(weight: Tensor) -> list[object]:
+    """Return the hooks on a weight's gradient, and optimizers that step in its backward."""
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    hooks = [hook for name in names for hook in (getattr(weight, name) or {}).values()]
+    return [*hooks, *getattr(weight, "_in_backward_optimizers", ())]  # torch steps these
+
+
 def check_hooks(module: nn.Module, own: object = None) -> None:
     """Raise a ValueError, on this rank, if a weight has another hook on its gradient than `own`.
-
-    Torch's optimizers that step in the backward are such hooks.
 
     Call it for modules whose gradients are summed over ranks after the backward.
     """
     for name, weight in module.named_parameters():
-        hooks = (weight._backward_hooks or {}).values()
-        optimizers = getattr(weight, "_in_backward_optimizers", ())  # torch steps them in backward
-        if optimizers or weight._post_accumulate_grad_hooks or any(hook != own for hook in hooks):
+        if any(hook != own for hook in gradient_hooks(weight)):
             raise ValueError(
                 f"{name} has a hook on its gradient, which would see only this rank's part. Remove "
                 "it, and change gradients or step the optimizer after backward."

@@ -35,7 +35,7 @@ def generated(prompts: list[list[int]], count: int) -> Any:
 @later
 def computed(
     tokens: Callable[[bool], torch.Tensor], mesh: sp.Mesh, here: bool, *, window: int = 0
-) -> torch.Tensor:
+) -> object:
     """Compute the logits of three tokens, with a mask whose window is wider on the last rank."""
     mask = sp.Mask(causal=True, window=1 + window * here)
     return CASE.model(mesh)(tokens(here), sharding=sp.Sharding.contiguous(3, 1), mask=mask)
