@@ -4,8 +4,9 @@
 
 The wheels are for Python VERSION (default: 3.12) on Linux and PLATFORM (default: x86_64). They have
 the versions that this environment has installed for the tests and benchmarks, with all that these
-need. Torch and NumPy are left out, with all that only they need. Earlier wheels of these packages
-are removed from DIR once the new ones are there, because pip refuses two versions of one.
+need. Torch and NumPy are left out, with all that only they need. Earlier wheels of these packages,
+and of any MPI, are removed from DIR once the new ones are there, because pip refuses two versions
+of one, and there must be one MPI.
 """
 
 import subprocess

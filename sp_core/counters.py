@@ -17,9 +17,9 @@ class Count:
     Attributes:
         calls: number of calls.
         messages: number of point-to-point messages sent.
-        bytes_sent: bytes of the messages that this rank sent, forwarded ones too. If the MPI
-            library runs the collective, the bytes of this rank's input that other ranks need
-            (payload). Do not compare the two.
+        bytes_sent: bytes of the messages that this rank sent, forwarded ones too, or that it read
+            in shared memory. If the MPI library runs the collective, the bytes of this rank's input
+            that other ranks need (payload). Do not compare these.
         seconds: time that this rank has spent inside the calls and in waiting for them.
         scratch: the most bytes of scratch memory that one call has used, outside the MPI library.
     """

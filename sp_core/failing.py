@@ -89,11 +89,13 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
     if isinstance(sys.stderr, io.StringIO):  # torch's hook would print it only after this function
         sys.stderr = sys.__stderr__ or sys.stderr
     try:
+        text, is_short = "this error ends all ranks.", agreed and error.__cause__ is None
+        if is_short:
+            text = f"{type(error).__name__}: {short_text(error)}"
         with suppress(Exception):  # standard error may be closed, or None
-            if agreed and error.__cause__ is None:
-                print(f"{_head}{type(error).__name__}: {short_text(error)}", file=sys.stderr)
-            else:
-                print(f"{_head}this error ends all ranks.", file=sys.stderr)
+            print(f"{_head}{text}", file=sys.stderr)
+        with suppress(Exception):
+            if not is_short:
                 tell()
             sys.stderr.flush()
         with suppress(Exception):  # so may standard output

@@ -101,7 +101,8 @@ class Case:
 
     def kept_weights(self) -> dict[str, Tensor]:
         """Return `weights`, made once for all ranks. No caller may change them."""
-        return once(("weights", replace(self, stops=())), self.weights)
+        with torch.inference_mode(mode=False):  # a later caller may need gradients
+            return once(("weights", replace(self, stops=())), self.weights)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         e, f, (h, k) = self.hidden, self.ffn, (head * self.head_dim for head in self.heads)

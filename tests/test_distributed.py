@@ -276,7 +276,7 @@ def test_ranks_connect_after_a_restart_though_one_failed_before_its_mesh(
     monkeypatch.setattr(torch_distributed, "get_rank", lambda: this.rank)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
 
-    def connected(rank: int, seconds: int = 5) -> list[int]:
+    def connected(rank: int, seconds: int = 30) -> list[int]:
         this.rank = rank
         return over_ranks([0, 1], timedelta(seconds=seconds)).allgather(rank)
 

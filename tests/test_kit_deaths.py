@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
@@ -183,6 +184,20 @@ def test_all_files_that_were_opened_are_closed(
         deaths.look(0.0)
         assert len([*opened.iterdir()]) > len(before) + RANKS
     assert {*opened.iterdir()} <= before
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds", "is_sent"), [(15, 0.01, True), (15, 0.0, False), (-127, 9.0, False)]
+)
+def test_a_signal_is_passed_on_if_ranks_have_time_to_leave(
+    number: int, seconds: float, is_sent: bool, tmp_path: Path, substitute: Any
+) -> None:
+    told = Mock()
+    substitute(deaths_module, _signal=told)
+    substitute(Deaths, alive=lambda _: {0: 1234})
+    with closing(Deaths(tmp_path, 1)) as deaths:
+        deaths.pass_on(number, seconds, lambda: None)
+    assert told.called == is_sent
 
 
 GONE, KILLED = "its exit code is not known", "killed by SIGKILL"

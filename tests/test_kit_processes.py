@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock, call
@@ -171,11 +170,9 @@ def test_ranks_handle_a_signal_to_the_launcher_before_they_are_killed(
         try:
             wait_for(lambda: len([*tmp_path.iterdir()]) == 2)
             pids = [path.name for path in tmp_path.iterdir()]
-            begin = time.monotonic()
             launcher.send_signal(number)
             assert launcher.wait(30) == 128 + number
         finally:
             launcher.terminate()
-    assert time.monotonic() - begin < 15
     assert (tmp_path / "saved").exists()
     wait_for(lambda: all(deaths.stat(pid)[:1] in ([], ["Z"]) for pid in pids))

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sp_core.launch import results, watch
-from sp_core.launch.deaths import LEAVE_SECONDS, Deaths, kill_session, shared_files
+from sp_core.launch.deaths import Deaths, kill_session, shared_files
 from sp_core.launch.signals import on_ending, signals_held_back
 from sp_core.launch.watch import HOST, IN_FLIGHT, RESULT, RUN_DIR, STARTED, this_host
 from sp_core.machine import home_or, leave_step, temporary_folder
@@ -35,6 +35,8 @@ ORPHAN_SECONDS = 4.0
 
 MPICH's mpiexec does not end ranks that have not called MPI_Init.
 """
+LEAVE_SECONDS = 5.0
+"""Seconds in which ranks can end by themselves after a signal to the launcher."""
 _OPTION = re.compile(r"-(?=.)([bBdEiIOPqRsSuv]*)(?:([cmWX])(.*))?", re.DOTALL)
 """Options of Python: flags, then perhaps a letter whose value is here or in the next word."""
 _FIRST_LINE = re.compile(r"#!\s*(?:\S*/env\s+(?:-S\s+)?)?((?:\S*/)?python[\d.]*t?)(\s.*)?")
@@ -265,7 +267,7 @@ class Launch:
 
 
 def _tell(launch: Launch, reason: str, ended: int | None) -> None:
-    """Print how a launch has ended, if not well; write the JUnit file if it has to be ended.
+    """Print what a launch's end needs; write the JUnit file if the launch has to be ended.
 
     Args:
         launch: the launch.

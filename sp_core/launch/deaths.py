@@ -23,8 +23,6 @@ from sp_core.machine import require_linux
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 DUMP_SECONDS = 2.0
 """Seconds to wait for stacks: half before the signal that asks ranks for them, half after."""
-LEAVE_SECONDS = 5.0
-"""Seconds in which ranks can end by themselves after a signal to the launcher."""
 NOT_KNOWN = "its exit code is not known"
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
 ATTEMPTS, RETRY_SECONDS, WRITE_SECONDS = 5, 0.01, 0.3
@@ -140,11 +138,11 @@ class Deaths:
 
         Args:
             number: the signal, which a program may handle: it may save its state, or ignore it.
-                Below 1 there was none, and nothing is sent.
+                A number below 1, as after a caller's `sys.exit(1)`, is not sent.
             seconds: the longest wait; with 0 nothing is sent.
             ended: returns None while the launch goes on.
         """
-        is_sent = number > 0 and seconds and not (self._dir / STARTED).exists()
+        is_sent = number > 0 and seconds > 0 and not (self._dir / STARTED).exists()
         ranks = self.alive() if is_sent else {}
         for pid in ranks.values():
             _signal(pid, number)

@@ -118,8 +118,9 @@ class Decoder:
         Communication:
             One agreement (32-byte all-reduce). Per layer one all-gather of (S, H/T, D + 1) over the
             sequence ranks, and two all-reduces over the tensor ranks; one more for the embedding.
-            Then one broadcast of (N', E) over the sequence ranks if there are several tensor ranks,
-            and one all-gather of (N', V) over the tensor ranks. Between stages as `prefill`.
+            Then, if there are several tensor ranks, for each micro-batch one broadcast of its
+            (N', E) over the sequence ranks, and one all-gather of (N', V) over the tensor ranks.
+            Between stages as `prefill`.
         """
         return self._run("decode", tokens, self._everywhere)
 

@@ -8,7 +8,7 @@ products with split weights each tensor rank has only some of the tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 from zlib import crc32
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from sp_core import arguments
-from sp_core.agreement import agreeing_in_turn, make_alike
+from sp_core.agreement import make_alike
 from sp_core.attention.kernels import FLOATS
 from sp_core.collectives.api import all_gather
 from sp_core.collectives.differentiable import copy_to_group
-from sp_core.errors import DtypeError
+from sp_core.errors import CollectiveMismatch, DtypeError
 from sp_core.llama.config import LlamaConfig, check_ranks, check_tokens, stage_layers
 from sp_core.llama.grid import Grid
 from sp_core.llama.names import checkpoint_name
@@ -192,12 +192,12 @@ class Llama(nn.Module):
             (B, S/P, V/T).
 
         Communication:
-            Two agreements (32-byte all-reduces), of the tensor ranks and of all; with
-            `check="agree"` each collective makes more. Per layer the messages of the attention
-            scheme over the sequence ranks, and two all-reduces of (B, S/P, E) over the tensor
-            ranks; one more for the embedding. The backward sends as much again. With `tp_sp` an
-            all-gather of tokens and a reduce-scatter replace each all-reduce, also in the backward,
-            which then repeats each all-gather of the forward.
+            One agreement (32-byte all-reduce), and with tensor and data ranks 64 bytes of each
+            rank; with `check="agree"` each collective makes more. Per layer the messages of the
+            attention scheme over the sequence ranks, and two all-reduces of (B, S/P, E) over the
+            tensor ranks; one more for the embedding. The backward sends as much again. With `tp_sp`
+            an all-gather of tokens and a reduce-scatter replace each all-reduce, also in the
+            backward, which then repeats each all-gather of the forward.
 
         Raises:
             ShapeError, DtypeError, ValueError, TypeError: tokens or a mask that do not fit, tokens
@@ -206,39 +206,34 @@ class Llama(nn.Module):
             CollectiveMismatch: tensor ranks were given other tokens, shardings or masks; or the
                 models differ. On every rank of the mesh.
         """
-
-        def given() -> str:
-            return f"Llama of {tokens.tolist()}, {sharding.fingerprint}, {mask}"
-
-        one = self.begin(tokens, sharding, mask, KEEP_ALL, given)
+        one = self.begin(tokens, sharding, mask, KEEP_ALL, compare=self.grid.tensor.size > 1)
         return self.logits(self.hidden(tokens, one), one.lengths)
 
     def begin(
-        self,
-        tokens: Tensor,
-        sharding: Sharding,
-        mask: Mask,
-        saving: Saving,
-        given: Callable[[], str] | None = None,
+        self, tokens: Tensor, sharding: Sharding, mask: Mask, saving: Saving, *, compare: bool
     ) -> Pass:
         """Check arguments as `forward` does, on all ranks, and return the `Pass` of the tokens.
 
-        `given` returns a text that must be equal on the tensor ranks; None if they have compared.
+        `compare`: whether tensor ranks may have been given different arguments.
         """
 
         def call() -> str:
             return f"Llama({self.precision}, tp_sp={self.tp_sp}, {learning(self)})"
 
-        @cache
-        def check() -> None:
+        def check() -> int:
             self.grid.check_one_stage()
             self.check_parts()
             self.check(tokens, sharding, mask)
+            if not compare:
+                return 0
+            given = f"{self.grid.data.rank} {tokens.tolist()} {sharding.fingerprint} {mask}"
+            return crc32(given.encode())
 
-        with agreeing_in_turn() as agree_on:
-            if given:
-                agree_on(self.grid.tensor, given, check)
-            agree_on(self.grid.everyone, call, check)
+        seen = self.grid.everyone.agree_on(call, check)
+        if len(set(seen)) > self.grid.data.size:
+            raise CollectiveMismatch(
+                f"{call()}: tensor ranks have other tokens, shardings or masks. Pass them alike."
+            )
         return self.one_pass(tokens, sharding, mask, saving)
 
     def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask, saving: Saving) -> Pass:

@@ -184,7 +184,7 @@ def _backward(model: Llama, saving: Saving, row: Tensor, mask: Mask, sharding: S
     grid = model.grid
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
-    one = model.begin(tokens, sharding, mask, saving)
+    one = model.begin(tokens, sharding, mask, saving, compare=False)
     labels = next_token_labels(tokens, comm=grid.sequence, sharding=sharding, mask=mask)
     loss = model.loss(model.hidden(tokens, one), labels, one.lengths)
     loss.backward()

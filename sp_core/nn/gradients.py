@@ -274,7 +274,7 @@ def clip_gradient_norm(
         CollectiveMismatch: max_norm differs between ranks of a group, or the parameters between
             those of `tensor`.
 
-    All are raised on every rank of both groups. Pass the same max_norm on all replicas, too.
+    All are raised on every rank of both groups. Replicas are not compared: pass the same max_norm.
     """
     wanted: Placed = {}
     max_norm = arguments.plain(max_norm)

@@ -289,7 +289,7 @@ def gradient_hooks(weight: Tensor) -> list[object]:
     """Return the hooks on a weight's gradient, and optimizers that step in its backward."""
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
     hooks = [hook for name in names for hook in (getattr(weight, name) or {}).values()]
-    return [*hooks, *getattr(weight, "_in_backward_optimizers", ())]  # torch steps these
+    return [*hooks, *getattr(weight, "_in_backward_optimizers", ())]
 
 
 def check_hooks(module: nn.Module, own: object = None) -> None:

@@ -54,9 +54,8 @@ LIBRARY = ("auto", "mpi", "window")
 
 "mpi" is the MPI library's own collective. "window" is shared memory, if the ranks have any. On a
 CPU "auto" takes the algorithm that is fastest by the times of the mesh's tuning. Without times, and
-on a device, it takes "mpi", because shared memory needs one more copy of an ordinary tensor. If
-MPI cannot read the tensors (gloo, or a device), and the communicator has shared memory, it takes
-"window"."""
+on a device, it takes "window" if the communicator has shared memory and MPI cannot read the
+tensors (gloo, or a device). Else it takes "mpi": shared memory needs one more copy of a tensor."""
 
 SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
 """For each collective, the algorithms for which this package makes programs of messages."""

@@ -312,7 +312,7 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
     Communication:
         The ranks connect through the default group's store. The store counts the calls of each
         rank, so that a later communicator of the same ranks has a different name. torchrun may keep
-        its store over restarts. With one agent, each attempt of `--max-restarts` has own counts.
+        its store over restarts. With one agent, each attempt of `--max-restarts` has its own.
 
     Raises:
         RankError: this rank is not in `ranks`.

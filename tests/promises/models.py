@@ -60,7 +60,7 @@ def _(scene: Scene) -> None:
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
     everywhere = sp.Sharding.contiguous(TOKENS, 1)
     back, nbytes = times * scene.others, times * TOKENS * HIDDEN * 4
-    with scene.sends(agreements=2, more=times + back, all_reduce=(times, nbytes)):
+    with scene.sends(agreements=1, more=times + back, all_reduce=(times, nbytes)):
         out = model(tokens_of(scene), sharding=everywhere)
     with scene.sends(more=back, all_reduce=(back, nbytes)):
         out.sum().backward()
@@ -70,7 +70,7 @@ def _(scene: Scene) -> None:
         times * scene.to_others(scene.own * HIDDEN),
     )
     sums: Book = {"reduce_scatter": (None, scatter)}
-    with scene.sends(agreements=2, more=1, all_gather=(None, gather), **sums):
+    with scene.sends(agreements=1, more=1, all_gather=(None, gather), **sums):
         out = model(tokens_of(scene), sharding=everywhere)
     with scene.sends(agreements=0, more=4 * LAYERS + 2, all_gather=(None, 2 * gather), **sums):
         out.sum().backward()
@@ -154,10 +154,7 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "tp", "backward", "train_step", "Llama.loss")
 def _(scene: Scene) -> None:
-    """Expect a step to send what its parts send. A single rank is not tried.
-
-    The agreement on its arguments takes the place of the model's agreement on the tokens.
-    """
+    """Expect a step to send what its parts send and one agreement. A single rank is not tried."""
     model, tensor, text = llama.create(CONFIG, scene.mesh), scene.comm, tokens_of(scene)
     alone, sharding = scene.mesh[()], sp.Sharding.zigzag(TOKENS, 1)
     optimizer: Any = SimpleNamespace(step=lambda: None)
@@ -169,7 +166,7 @@ def _(scene: Scene) -> None:
         gradients.reduce_gradients(model.parameters(), data=alone, tensor=tensor)
         if clips:
             gradients.clip_gradient_norm(model.parameters(), 1.0, tensor=tensor)
-        agreements = tensor.counters["control"].calls
+        agreements = tensor.counters["control"].calls + 1
         parts = {op: sent for op, sent in scene.now.items() if op != "control"}
         with scene.sends(agreements, more=0, **parts):
             if clips:
