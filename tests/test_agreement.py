@@ -10,10 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from kit.meshed import meshed
 
 import sp_core as sp
 from sp_core import agreement, progress
-from sp_core.agreement import agree
+from sp_core.agreement import agree, agreeing_in_turn
 from sp_core.errors import AGREED
 from sp_core.testing import run_threads, spmd
 
@@ -289,3 +290,12 @@ def test_control_bytes_are_counted(comm: Any) -> None:
             assert control.bytes_sent - before == 32 * (others > 0) + sent
         before = control.bytes_sent
     assert control.bytes_sent - before == 32 * (others > 0) + 64 * others
+
+
+@spmd(1, 2)
+@meshed()
+def test_agreements_after_an_error_return_no_numbers(mesh: sp.Mesh) -> None:
+    check, found = Mock(side_effect=[sp.ShapeError("wrong"), 3]), list[tuple[int, ...]]()
+    with pytest.raises(sp.ShapeError, match="wrong"), agreeing_in_turn() as agree_on:
+        found.extend(agree_on(mesh["sp"], lambda: "a call", check) for _ in range(2))
+    assert found == [(), ()]

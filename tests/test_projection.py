@@ -221,6 +221,7 @@ def test_a_plan_tells_times_bytes_and_what_is_not_known() -> None:
         "doctor --measure."
     )
     assert told("--link", "8gbit,1ms") == TOLD + unknown
+    assert told("--link", "8gbit,1ms", "--seq", str(2**40)).endswith(unknown)  # the longest
     inside, sums = Curve(((8, 1e-3), (1 << 30, 1e-9 * (1 << 30)))), Curve(((8, 1.0),))
     node = Tuning({}, (0,) * 4, {"node": inside}, sums, sums, error=(0.25, 0.5))
     measured = told("--ranks-per-node", "4", "--link", "1mbit,1s", tuning=node)
