@@ -31,7 +31,7 @@ from sp_core.transport.cuda_aware import (
     refuse_host_only,
 )
 from sp_core.transport.distributed import DistributedTransport
-from sp_core.transport.host import TAG, MpiCounter
+from sp_core.transport.host import MAX_COUNT, TAG, MpiCounter
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 from sp_core.transport.window import Window
 
@@ -336,6 +336,7 @@ def test_a_message_stays_in_its_slot_until_it_is_read(comm: Any) -> None:
 
 
 def test_messages_are_announced_and_posted_in_parts_that_mpi_can_count() -> None:
+    assert MAX_COUNT < 2**31  # counts of MPI are C ints
     comm, said = Mock(), list[Any]()
     made = HostTransport(comm, max_count=3)
     made._observer = Mock()
