@@ -165,7 +165,8 @@ def test_ranks_handle_a_signal_to_the_launcher_before_they_are_killed(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     """Rank 1 ignores the signal, and is killed soon."""
-    start = (sys.executable, "-m", "sp_core", "run", "-n", "2", "--", "python", "-c", SAVING)
+    python = "env", "--default-signal=INT", sys.executable  # a shell in the background ignores it
+    start = (*python, "-m", "sp_core", "run", "-n", "2", "--", "python", "-c", SAVING)
     with subprocess.Popen([*start, str(tmp_path), str(int(number))], env=outside()) as launcher:
         try:
             wait_for(lambda: len([*tmp_path.iterdir()]) == 2)

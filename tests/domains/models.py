@@ -321,7 +321,7 @@ SUBJECTS = [
         ),
         outside={
             **dict.fromkeys(
-                ("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x"),
+                ("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x", "compare"),
                 "`forward` makes it",
             ),
             "read": "every row fills its model",
