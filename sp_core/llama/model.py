@@ -192,12 +192,12 @@ class Llama(nn.Module):
             (B, S/P, V/T).
 
         Communication:
-            One agreement (32-byte all-reduce), and with tensor and data ranks 64 bytes of each
-            rank; with `check="agree"` each collective makes more. Per layer the messages of the
-            attention scheme over the sequence ranks, and two all-reduces of (B, S/P, E) over the
-            tensor ranks; one more for the embedding. The backward sends as much again. With `tp_sp`
-            an all-gather of tokens and a reduce-scatter replace each all-reduce, also in the
-            backward, which then repeats each all-gather of the forward.
+            One agreement (32-byte all-reduce); with several tensor and several data ranks 64 bytes
+            of each rank, too. With `check="agree"` each collective makes more. Per layer the
+            messages of the attention scheme over the sequence ranks, and two all-reduces of
+            (B, S/P, E) over the tensor ranks; one more for the embedding. The backward sends as
+            much again. With `tp_sp` an all-gather of tokens and a reduce-scatter replace each
+            all-reduce, also in the backward, which then repeats each all-gather of the forward.
 
         Raises:
             ShapeError, DtypeError, ValueError, TypeError: tokens or a mask that do not fit, tokens
