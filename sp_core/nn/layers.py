@@ -282,10 +282,10 @@ class FeedForward(ReplicatedLayer):
             inner = F.silu(self.linear("gate", x, weights)) * up if self.gated else F.gelu(up)
             return self.linear("down", inner, weights)
 
-        chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
         random = any(map(is_called, self.children()))  # a replaced sub-layer may have dropout
         if random and [*self.buffers()]:  # ranks with more chunks would change them more often
             return transform(x)
+        chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
         return tiled(transform, chunks, dim=0, reads=weights.values(), random=random).view(x.shape)
 
 
