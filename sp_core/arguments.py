@@ -34,7 +34,7 @@ def check(kind: str | None = None, /, **given: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return NumPy's numbers as int or float, a list of whole ones as a tuple, or `value`.
+    """Return NumPy's numbers as int or float, a list of whole numbers as a tuple, else `value`.
 
     Sums and comparisons in NumPy's short dtypes would overflow or round.
     """

@@ -267,7 +267,7 @@ class Launch:
 
 
 def _tell(launch: Launch, reason: str, ended: int | None) -> None:
-    """Print what a launch's end needs; write the JUnit file if the launch has to be ended.
+    """Print a report or remark on how a launch ended; with a reason, write the JUnit file.
 
     Args:
         launch: the launch.
