@@ -82,6 +82,19 @@ def test_a_layer_inside_another_module_decodes_the_same(mesh: sp.Mesh) -> None:
 
 @spmd(1, 2)
 @meshed("ring")
+def test_a_layer_that_runs_its_block_twice_is_refused(mesh: sp.Mesh) -> None:
+    """The keys of its second run would stand in the place of the first run's."""
+    model = GREEDY.model(mesh)
+    once = model.layers[0].forward
+    model.layers[0].forward = lambda x, *given: once(once(x, *given), *given)
+    decoder = Decoder(model, [3])
+    for step in (decoder.prefill, decoder.decode):
+        with pytest.raises(TypeError, match="layers.0 runs a block twice"):
+            step([[1, 2]])
+
+
+@spmd(1, 2)
+@meshed("ring")
 def test_one_long_room_puts_no_sequence_beyond_the_numbers_of_the_cache(mesh: sp.Mesh) -> None:
     """All sequences have positions as far apart as the longest room: here above 2**31."""
     room, count = 1_000_000, 2150

@@ -105,7 +105,8 @@ class Decoder:
                 or a token not in the vocabulary. On every rank.
             DtypeError: a model that has been converted, or a part of it; or a model of a half type
                 under autocast to another half type. On every rank.
-            TypeError: a part that the model reads was replaced, or has hooks. On every rank.
+            TypeError: a part that the model reads was replaced, or has hooks. On every rank. Or a
+                layer runs a block twice: on every rank of its stage, when it does.
             CollectiveMismatch: ranks with different tokens. On every rank. No error adds tokens.
         """
         return self._run("prefill", tokens, self._spread)
@@ -247,7 +248,15 @@ class Decoder:
         where = [new.positions[place] % cache.slot for place in places]
         tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
 
+        called = set[int]()
+
         def alike(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if layer in called:
+                raise TypeError(
+                    f"layers.{self.model.own[layer]} runs a block twice, and the cache has room "
+                    "for one block of each layer. Put each block into a layer of its own."
+                )
+            called.add(layer)
             return attend(layer, q.to(self.dtype), k, v)  # autocast lowers q, but not the cache
 
         return Pass(tokens, where, alike, lengths)
