@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 from threading import Lock
 
+import torch
+
 from sp_core.transport.base import Handle
 from sp_core.transport.cuda import CudaStreams
 
@@ -33,6 +35,7 @@ class Steps:
         self._steps = steps
         self._queue = queue
         self._streams = streams
+        self._inference = torch.is_inference_mode_enabled()
         self._error: BaseException | None = None
 
     def test(self) -> bool:
@@ -54,8 +57,10 @@ class Steps:
             return False
         try:
             while self in self._queue:
+                first = self._queue[0]
                 try:
-                    next(self._queue[0]._steps)
+                    with torch.inference_mode(first._inference):  # in which the transfer began
+                        next(first._steps)
                 except StopIteration:
                     self._queue.popleft()
                 except BaseException as error:  # noqa: BLE001  # raised in `test` of each of them

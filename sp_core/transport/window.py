@@ -168,6 +168,8 @@ class Window:
         self.memory.begin()
         told = self._in_order(partial(self._announce, what))
         self.begun += len(steps)
+        if torch.is_inference_mode_enabled():  # a later call may advance them outside of the mode
+            steps = [[torch.inference_mode()(item) for item in step] for step in steps]
         self._queue.extend(enumerate(steps))
         self.advance()
         return Transfer([partial(self._is_made, self.begun, what, told)], keep, after)
