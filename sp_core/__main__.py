@@ -95,10 +95,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from sp_core import projection
     from sp_core.machine import node_name
-    from sp_core.tuning import latest
+    from sp_core.tuning import find, latest
 
+    auto = os.environ.get("SP_TUNING", "auto") in ("", "auto")  # any MPI library's may be used
     try:
-        print(projection.main(options, latest(node_name())), flush=True)
+        tuning = latest(node_name()) if auto else find(dict)
+        print(projection.main(options, tuning), flush=True)
     except ValueError as error:
         parser.error(str(error))
     return 0

@@ -32,7 +32,7 @@ import math
 import re
 import time
 import timeit
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -205,13 +205,13 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
         max(traffics, key=lambda one: one.bytes_sent) for traffics in zip(*sent, strict=True)
     ]
     exchange = sum(
-        _exchange(problem, ulysses, max(one.bytes_sent for one in traffics))
+        _exchange(problem, [one.bytes_sent for one in traffics])
         for traffics in zip(*exchanges, strict=True)
     )
-    most, tokens = max(rings, key=lambda each: each.num_kv_heads), around.sharding.local_len(0)
+    tokens = around.sharding.local_len(0)
     step, wide_step = (
-        _step(problem, ring, ulysses, most.kv_block(tokens, size))
-        for size in (most.itemsize, most.wide)
+        _step(problem, ring, [each.kv_block(tokens, size) for each in rings])
+        for size in (around.itemsize, around.wide)
     )
     forward = _around(compute, ring, step)
     backward = _around(BACKWARD * compute, ring, step + wide_step) + wide_step
@@ -225,7 +225,7 @@ def _allgather_kv(problem: Problem) -> Projection:
     whole = problem.attention(problem.seq_len, problem.ranks)
     tokens = whole.sharding.local_len(0)
     gather, scatter = (
-        (problem.ranks - 1) * _step(problem, problem.ranks, 1, whole.kv_block(tokens, itemsize))
+        (problem.ranks - 1) * _step(problem, problem.ranks, [whole.kv_block(tokens, itemsize)])
         for itemsize in (whole.itemsize, whole.wide)
     )
     exposed, traffic = 2 * gather + scatter, cost.allgather_kv(whole, 0)
@@ -233,32 +233,44 @@ def _allgather_kv(problem: Problem) -> Projection:
     return Projection("allgather_kv", problem.ranks, 1, seconds, exposed, *traffic)
 
 
-def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
+def _exchange(problem: Problem, sent: Sequence[float]) -> float:
     """Return the seconds of the all-to-alls of one pass on the slowest rank.
 
-    Each rank sends `nbytes` bytes, in two messages to each other rank of its group: one before the
-    attention and one after it. A group is `ulysses` consecutive ranks, which may be on any nodes.
+    The rank at each place of its group sends `sent[place]` bytes, in two messages to each other
+    rank of the group: one before the attention and one after it. A group is consecutive ranks,
+    which may be on any nodes.
     """
-    each, load = nbytes / max(ulysses - 1, 1), Counter[int]()
-    places = ((rank // ulysses, rank // problem.per_node) for rank in range(problem.ranks))
-    # each node, with the number of ranks that it has of one group
-    parts = [(node, near) for (_, node), near in Counter(places).items()]
-    for node, near in parts:
-        load[node] += near * (ulysses - near)
+    ulysses, load = len(sent), Counter[int]()
+    parts: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for rank in range(problem.ranks):  # by group and node, the bytes to each other rank
+        each = sent[rank % ulysses] / max(ulysses - 1, 1)
+        parts[rank // ulysses, rank // problem.per_node].append(each)
+    for (_, node), near in parts.items():
+        load[node] += sum(near) * (ulysses - len(near))
     return max(
-        problem.node(each * (near - 1), 2 * (near - 1))
-        + problem.network(each * load[node] * (near < ulysses), 2 * (ulysses - near))
-        for node, near in parts
+        problem.node(max(near) * (len(near) - 1), 2 * (len(near) - 1))
+        + problem.network(load[node] * (len(near) < ulysses), 2 * (ulysses - len(near)))
+        for (_, node), near in parts.items()
     )
 
 
-def _step(problem: Problem, ring: int, ulysses: int, nbytes: float) -> float:
-    """Return the seconds until every rank has received `nbytes` bytes from its ring neighbour."""
+def _step(problem: Problem, ring: int, nbytes: Sequence[int]) -> float:
+    """Return the seconds until every rank has received a block from its ring neighbour.
+
+    `nbytes` are the bytes of the block at each place of a Ulysses group.
+    """
+    ulysses, per_node = len(nbytes), problem.per_node
     if ring == 1:
         return 0.0
-    near = problem.node(nbytes) if problem.per_node > ulysses else 0.0
-    crossing = min(ulysses, problem.per_node) if ring * ulysses > problem.per_node else 0
-    return max(near, problem.network(nbytes * crossing) if crossing else 0.0)
+    near = problem.node(max(nbytes)) if per_node > ulysses else 0.0
+    if ring * ulysses <= per_node:
+        return near
+    crossing = min(ulysses, per_node)  # the last ranks of each node
+    loads = (
+        sum(nbytes[rank % ulysses] for rank in range(stop - crossing, stop))
+        for stop in range(per_node, problem.ranks + 1, per_node)
+    )
+    return max(near, problem.network(max(loads)))
 
 
 def _around(compute: float, ring: int, step: float) -> float:

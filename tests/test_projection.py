@@ -18,6 +18,7 @@ import torch
 import sp_core as sp
 from sp_core import cost, projection
 from sp_core.__main__ import main, make_parser
+from sp_core.machine import node_name
 from sp_core.mesh import fingerprint
 from sp_core.projection import Link, Problem, link_of, project
 from sp_core.schemes.hybrid import groups_of
@@ -55,8 +56,8 @@ NODE, NETWORK = Link(1.0, 1 / 8), Link(20.0, 1 / 2)
 BY_HAND = [
     (
         Problem(24, 2, 4, 4, 3, 2, 6, 3, NODE, NETWORK, 128.0),
-        "allgather_kv 6 1 4266 4140; hybrid 3 2 4486 4360; ring 6 1 4565 4439; "
-        "hybrid 2 3 5516.5 5327.5",
+        "hybrid 2 3 3788.5 3599.5; allgather_kv 6 1 4266 4140; hybrid 3 2 4486 4360; "
+        "ring 6 1 4565 4439",
     ),
     (
         Problem(24, 2, 4, 2, 3, 8, 4, 4, NODE, Link(1e4, 1 / 2), 512.0),
@@ -70,11 +71,11 @@ BY_HAND = [
     ),
     (
         Problem(24, 1, 4, 2, 1, 2, 6, 2, Link(200.0, 1 / 8), Link(1.0, 1 / 16), 2.0),
-        "hybrid 3 2 2165 821; hybrid 2 3 2853 837; ring 6 1 3512 2168; allgather_kv 6 1 4424 3080",
+        "hybrid 3 2 2165 821; hybrid 2 3 2852.5 836.5; ring 6 1 3512 2168; allgather_kv 6 1 4424 3080",
     ),
     (
         Problem(24, 1, 4, 2, 1, 2, 6, 2, Link(1.0, 1 / 16), Link(200.0, 1 / 8), 2.0),
-        "hybrid 3 2 1938 594; ring 6 1 3512 2168; hybrid 2 3 3880 1864; allgather_kv 6 1 4424 3080",
+        "hybrid 3 2 1938 594; ring 6 1 3512 2168; hybrid 2 3 3878 1862; allgather_kv 6 1 4424 3080",
     ),
     (
         Problem(12, 1, 6, 2, 1, 2, 6, 6, Link(0.0, 1 / 8), NETWORK, 48.0),
@@ -188,6 +189,7 @@ def test_a_figure_of_this_machine_is_told_unless_it_was_given(
     given: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    monkeypatch.setenv("SP_TUNING", "auto")
     curve = Curve(((1, 1e-6),))
     here = Tuning(fingerprint(), (0, 0), {"node": curve}, curve, curve)
     save(here, default_path(here.fingerprint))
@@ -198,6 +200,26 @@ def test_a_figure_of_this_machine_is_told_unless_it_was_given(
     assert timed.mock_calls == ([] if given else [call(1024)])  # wider heads would take longer
     told = re.findall(r"Assumed.* here.*\((--[a-z-]+)\)", capsys.readouterr().out)
     assert told == ([] if given else ["--flops", "--node-link"])
+
+
+def test_a_plan_takes_the_constants_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    monkeypatch.setattr(projection, "main", planned := Mock())
+    curve, machine = Curve(((1, 1e-6),)), {"host": node_name()}
+    paths = default_path({}), tmp_path / "mine.json"
+    for path in paths:
+        save(Tuning(machine, (0, paths.index(path)), {"node": curve}, curve, curve), path)
+    line = ["plan", *SHORT, "--link", "8gbit,1ms"]
+    for choice, nodes in (("auto", (0, 0)), ("off", None), (str(paths[1]), (0, 1))):
+        monkeypatch.setenv("SP_TUNING", choice)
+        assert main(line) == 0
+        tuning = planned.call_args.args[1]
+        assert (tuning and tuning.nodes) == nodes
+    monkeypatch.setenv("SP_TUNING", str(tmp_path / "lost.json"))
+    with pytest.raises(SystemExit, match="2"):
+        main(line)
 
 
 SHORT = ["--seq", "49152", "--ranks", "4", "--heads", "4", "--flops", "1e12"]
