@@ -56,6 +56,8 @@ class Traffic:
 class Attention:
     """Describe an attention problem: its sizes, and which results and gradients are wanted.
 
+    The schemes must accept the problem; for another one the functions here return any number.
+
     Args:
         sharding, kv_sharding: which rank holds which queries, and which keys and values.
         mask: which keys each query sees.
