@@ -56,6 +56,7 @@ SUMS: dict[str, Any] = {
 @example(**SUMS, seed=4)
 @example(**SUMS, seed=6)
 @example(**SUMS, seed=9)
+@example(**SUMS | {"problems": [Problem("reduce", 5, 1, False, False, 1)]}, seed=0)
 @plain_given(
     problems=st.lists(problems, min_size=1, max_size=4),
     size=st.integers(1, 5),

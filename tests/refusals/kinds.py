@@ -84,6 +84,9 @@ USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     "RowParallelLinear": lambda x, mesh: sp.RowParallelLinear.from_linear(
         nn.Linear(4, 4), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(2, 2)
     )(x[0, ..., :2]),
+    "RowParallelLinear without bias": lambda x, mesh: sp.RowParallelLinear.from_linear(
+        nn.Linear(4, 4, bias=False), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(2, 2)
+    )(x[0, ..., :2]),
 }
 """Functions that communicate, of a tensor of the shape (1, 2, 2, 4)."""
 IN_PLACE: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
@@ -157,9 +160,11 @@ def dual(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
     return within(forward_ad.dual_level, given(use, lambda x: forward_ad.make_dual(x, x)))
 
 
-def seeded(seed: Any) -> Wrong:
-    """Return a call of a block with dropout that is given a wrong seed on the last rank."""
-    return lambda mesh, here: sp.TransformerBlock(8, 2, comm=comm_of(mesh), dropout=0.1)(
+def seeded(seed: Any, p: float = 0.1) -> Wrong:
+    """Return a call of a block that has another seed, or dropout `p`, on the last rank."""
+    return lambda mesh, here: sp.TransformerBlock(
+        8, 2, comm=comm_of(mesh), dropout=p if here else 0.1
+    )(
         torch.ones(1, 1, 8),
         sharding=sp.Sharding.contiguous(2, 2),
         seed=seed if here else 3,
@@ -312,6 +317,7 @@ ON_ONE_RANK: Table = {
             "without memory that could be sent, or",
             given(USES["all_reduce"], freed),
         ),
+        "another dropout": (sp.CollectiveMismatch, "a block with dropout=0.5", seeded(3, 0.5)),
         **{
             f"the seed {seed!r}": (kind, text, seeded(seed))
             for seed, kind, text in (

@@ -34,6 +34,7 @@ def dropout(**changes: Any) -> object:
 OF_DROPOUT: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, r"p='\.1'", {"p": ".1"}),
     (ValueError, "p=1.0", {"p": 1.0}),
+    (ValueError, "p=nan", {"p": math.nan}),
     (ValueError, "p=-0.5", {"p": -0.5}),
     (ValueError, "seed=-1", {"seed": -1}),
     (ValueError, "seed=4611686018427387904", {"seed": 2**62}),
