@@ -200,7 +200,8 @@ def used_and_freed(comm: Any, transport: str) -> sp.Mesh:
         out = sp.ring_attention(q, k, v, comm=mesh["b", "a"], sharding=sharding)
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
-        sp.all_reduce(torch.ones(9), comm=mesh["a"])
+        for axes in ("a", ()):
+            sp.all_reduce(torch.ones(9), comm=mesh[axes])
         sp.shared_empty((3,), comm=mesh["a"])
     mesh.free()  # a second time
     return mesh

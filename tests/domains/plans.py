@@ -219,7 +219,7 @@ SUBJECTS = [
             SITUATIONS,
             covers=("plan",),
             allowed=("x=longer at the end", "offset=far out") if op in UNEVEN else (),
-            together=APART_ROWS[:1],
+            together=(APART_ROWS[0], {"x.dtype": "bfloat16", "algorithm": "mpi"}),
         )
         for op in (
             "all_gather",
