@@ -3,7 +3,7 @@
 import gc
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,13 @@ def substitute(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setattr(owner, name, value)
 
     return others
+
+
+@pytest.fixture
+def loaded() -> Iterator[str]:
+    """Name the loaded profile of Hypothesis, and load it again after the test."""
+    yield (name := settings.get_current_profile_name())
+    settings.load_profile(name)
 
 
 @pytest.fixture

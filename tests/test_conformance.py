@@ -161,17 +161,6 @@ def test_a_planted_fault_is_wrong_with_a_small_example(
     assert found["relative"] > 1e-5
 
 
-def raising(error: Exception, only: int | None) -> Call:
-    """Return a call that raises an error, on every rank or on one rank only."""
-
-    def attend(*qkv: Tensor, comm: Any, **_: Any) -> Tensor:
-        if only in (None, comm.rank):
-            raise error
-        return qkv[0] * 1.0
-
-    return attend
-
-
 @pytest.mark.parametrize(
     ("error", "only", "verdict", "said"),
     [
@@ -184,7 +173,12 @@ def raising(error: Exception, only: int | None) -> Call:
 def test_an_error_is_a_refusal_a_crash_or_a_hang_by_where_it_was_raised(
     error: Exception, only: int | None, verdict: str, said: str
 ) -> None:
-    found = on_trial(raising(error, only), "full", seconds=0.0)
+    def attend(*qkv: Tensor, comm: Any, **_: Any) -> Tensor:
+        if only in (None, comm.rank):
+            raise error
+        return qkv[0] * 1.0
+
+    found = on_trial(attend, "full", seconds=0.0)
     assert found["verdict"] == verdict
     assert said in str(found)
 

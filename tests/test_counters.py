@@ -117,12 +117,12 @@ def test_a_snapshot_stays_as_it_is(mesh: sp.Mesh) -> None:
 
 @pytest.mark.mpi_skip
 def test_no_constants_of_earlier_measurements_are_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    substitute: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SP_TUNING", "/proc/nope")
-    monkeypatch.setattr(counters, "SIZES", (2,))
-    monkeypatch.setattr(counters, "chosen", Mock(return_value=some(2)[:1]))
-    monkeypatch.setattr(counters, "load", dict)
+    substitute(counters, SIZES=(2,), chosen=Mock(return_value=some(2)[:1]), load=dict)
     assert counters.main([]) == 1
     assert "1 entries, 1 differences" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ from domains.declared import Subject
 from domains.differing import alone, compared, faults, known_of, unchecked
 from domains.subjects import SUBJECTS
 
-from sp_core.testing import run_threads, spmd, tier
+from sp_core.testing import spmd, tier
 
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
 SAMPLE = 3
@@ -22,14 +22,6 @@ also the number of those that may be valid. `nox -s domains` and `explore` try a
 COMPARED = compared(SUBJECTS)
 UNDER_MPI = [*attention.SUBJECTS, *collectives.SUBJECTS]
 """Calls that are tested under mpiexec too. The other calls are built from these."""
-
-
-def sized(subjects: list[Subject], size: int) -> pytest.MarkDecorator:
-    """Parametrize by the subjects whose base row needs `size` ranks."""
-    chosen = [
-        subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) == size
-    ]
-    return pytest.mark.parametrize("subject", chosen, ids=lambda subject: subject.name)
 
 
 def check(comm: Any, subject: Subject) -> None:
@@ -48,27 +40,13 @@ def check(comm: Any, subject: Subject) -> None:
         assert {bool(text) for text in told} == {"a call on one rank" not in subject.allowed}, told
 
 
-@sized(UNDER_MPI, 2)
-@spmd(2)
-def test_two_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
-    check(comm, subject)
-
-
-@sized(UNDER_MPI, 4)
-@spmd(4)
-def test_four_ranks_that_differ_are_told_so_or_get_their_result(
-    comm: Any, subject: Subject
-) -> None:
-    check(comm, subject)
-
-
-OTHERS = [subject for subject in COMPARED if subject not in UNDER_MPI]
-
-
-@pytest.mark.parametrize("subject", OTHERS, ids=lambda subject: subject.name)
-def test_threads_that_differ_are_told_so_or_get_their_result(subject: Subject) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "subject", UNDER_MPI if tier() == "mpi" else COMPARED, ids=lambda subject: subject.name
+)
+def test_ranks_that_differ_are_told_so_or_get_their_result(subject: Subject) -> None:
     size = subject.ranks(subject.draw(subject.base, 1))
-    run_threads(size, functools.partial(check, subject=subject))
+    spmd(size)(lambda comm: check(comm, subject))()
 
 
 @pytest.mark.parametrize(

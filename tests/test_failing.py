@@ -7,7 +7,6 @@ import io
 import os
 import sys
 import threading
-from collections import Counter
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 from deaths import programs
-from deaths.programs import ERROR, PLACES, RANKS, launched, rows, wrong
+from deaths.programs import ERROR, RANKS, launched, wrong
 
 from sp_core import failing
 from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed
@@ -38,13 +37,10 @@ OTHERS = (
 )
 
 
-def of(place: str, start: str) -> object:
-    """Return a launch as a parameter; those in OF_MPI run with every MPI library."""
-    marks = [pytest.mark.every_mpi] if (place, start) in OF_MPI else []
-    return pytest.param(place, start, id=f"{place}-{start}", marks=marks)
-
-
-@pytest.mark.parametrize(("place", "start"), [of(*row) for row in (*OF_MPI, *OTHERS)])
+@pytest.mark.parametrize(
+    ("place", "start"),
+    [*(pytest.param(*row, marks=pytest.mark.every_mpi) for row in OF_MPI), *OTHERS],
+)
 def test_a_failure_on_one_rank_ends_all(place: str, start: str) -> None:
     code, text, (pid, _) = launched(place, start)
     assert [*wrong(place, start, code, text, pid)] == [], text
@@ -257,12 +253,6 @@ def test_an_exit_ends_nothing_if_the_program_catches_it_and_makes_another_mesh(
     registry.unregister.assert_not_called()
     failing.watch_over(1, 3, Mock())
     registry.unregister.assert_called_once_with(failing.end)
-
-
-def test_the_study_tries_each_place_with_two_starts_or_more() -> None:
-    assert {*OF_MPI, *OTHERS} <= {*rows()}
-    assert min(Counter(place for place, _ in rows()).values()) >= 2
-    assert {place for place, _ in rows()} == {*PLACES}
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 import contextlib
 import os
 import sys
-from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY, Mock, call
 
 import pytest
+from kit.failing import driven
 
 from sp_core import failing
 from sp_core.launch import watch
@@ -54,16 +54,6 @@ def ranks_of(folder: Path, rank: int, *others: Any) -> Any:
         _stdout=sys.stdout,
     )
     return made
-
-
-def driven(hook: Generator[None, Any, Any], value: object) -> Any:
-    """Run a hook that wraps others, which return `value`, and return its result."""
-    next(hook)
-    try:
-        hook.send(value)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("it goes on")
 
 
 PASSED, SKIPPED, ODD = ("passed", ""), ("skipped", "why"), ("skipped", "why else")
@@ -176,10 +166,8 @@ def test_an_error_at_the_start_of_the_session_reaches_all_ranks(
     place: str, expected: type[BaseException], said: str, rank: int, tmp_path: Path
 ) -> None:
     plugin = ranks_of(tmp_path, rank, (place, [], None))
-    hook = plugin.pytest_sessionstart()
-    next(hook)
     with pytest.raises(expected, match=said):
-        hook.throw(OSError("the port is in use"))
+        driven(plugin.pytest_sessionstart(), OSError("the port is in use"))
 
 
 @pytest.mark.parametrize(
@@ -289,10 +277,8 @@ def test_an_error_in_the_summary_of_another_plugin_ends_the_session_regularly(
     status: int, error: BaseException, written: str, tmp_path: Path, kit: Mock
 ) -> None:
     plugin = ranks_of(tmp_path, 0)
-    hook = plugin.pytest_sessionfinish(SimpleNamespace(exitstatus=status))
-    next(hook)
     with pytest.raises(type(error), match="too slow"):
-        hook.throw(error)
+        driven(plugin.pytest_sessionfinish(SimpleNamespace(exitstatus=status)), error)
     assert (tmp_path / watch.RESULT).read_text() == written
 
 

@@ -103,6 +103,11 @@ def wait_for(is_so: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def assert_ended(pids: Iterable[str]) -> None:
+    """Wait until these processes have ended. A process that is killed takes a moment to end."""
+    wait_for(lambda: all(deaths_module.stat(pid)[:1] in ([], ["Z"]) for pid in pids))
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_living_rank_writes_its_stacks_and_a_stopped_one_is_ended(
     tmp_path: Path, watch: Deaths, monkeypatch: pytest.MonkeyPatch, *, stopped: bool

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import sys
-import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 import pytest
 from kit.failing import assert_told
 from studies.commands import output_of, outside
+from test_kit_deaths import assert_ended
 
-from sp_core.launch import deaths, watch
+from sp_core.launch import watch
 from sp_core.testing import session
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # starts mpiexec itself
@@ -299,13 +299,6 @@ if __name__ == "__main__":
     wait_for_nobody()
     MPI.COMM_WORLD.Barrier()
 """
-
-
-def assert_ended(pids: list[str]) -> None:
-    """Assert that these processes have ended. A process that is killed takes a moment to end."""
-    end = time.monotonic() + 5
-    while living := [pid for pid in pids if deaths.stat(pid)[:1] not in ([], ["Z"])]:
-        assert time.monotonic() < end, living
 
 
 @pytest.mark.parametrize("way", ["file", "module"])

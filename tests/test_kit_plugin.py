@@ -13,6 +13,7 @@ from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import HealthCheck, settings
+from kit.failing import driven
 from studies.commands import outside, printed
 
 from sp_core.testing import plugin, session
@@ -65,30 +66,28 @@ def test_a_seed_is_chosen_where_examples_differ_in_every_run(
     options: dict[str, Any],
     seed: int | str | None,
     current: Session,
+    loaded: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker of pytest-xdist has the seed of the main process."""
     monkeypatch.setenv("SP_PROFILE", profile)
     monkeypatch.setattr(random, "SystemRandom", lambda: Mock(randrange=lambda most: most - 1))
-    loaded, more = settings.get_current_profile_name(), {"sp_device": "a", "sp_share_gpu": "b"}
-    try:
-        plugin.pytest_configure(config(**more, **options))
-        plugin.pytest_configure_node(node := SimpleNamespace(workerinput={}))
-        named = profile or ("pr" if "hypothesis_profile" in options else loaded)
-        assert settings.get_current_profile_name() == named
-        expected: dict[str, Any] = {"device": "a", "share_gpu": "b", "raw_replay": True}
-        assert session.current == Session(
-            **expected, seed=seed, profile=options.get("hypothesis_profile")
-        )
-        worker = config(**options)
-        worker.workerinput = node.workerinput
-        monkeypatch.setattr(random, "SystemRandom", lambda: Mock(randrange=lambda most: 1))
-        plugin.pytest_configure(worker)
-        assert session.current.seed == seed
-        plugin.pytest_configure(config(sp_no_raw_replay=True))
-        assert not session.current.raw_replay
-    finally:
-        settings.load_profile(loaded)
+    more = {"sp_device": "a", "sp_share_gpu": "b"}
+    plugin.pytest_configure(config(**more, **options))
+    plugin.pytest_configure_node(node := SimpleNamespace(workerinput={}))
+    named = profile or ("pr" if "hypothesis_profile" in options else loaded)
+    assert settings.get_current_profile_name() == named
+    expected: dict[str, Any] = {"device": "a", "share_gpu": "b", "raw_replay": True}
+    assert session.current == Session(
+        **expected, seed=seed, profile=options.get("hypothesis_profile")
+    )
+    worker = config(**options)
+    worker.workerinput = node.workerinput
+    monkeypatch.setattr(random, "SystemRandom", lambda: Mock(randrange=lambda most: 1))
+    plugin.pytest_configure(worker)
+    assert session.current.seed == seed
+    plugin.pytest_configure(config(sp_no_raw_replay=True))
+    assert not session.current.raw_replay
 
 
 def test_a_session_inside_another_ends_with_the_other_in_its_place(current: Session) -> None:
@@ -216,11 +215,8 @@ def test_the_running_test_is_known_by_a_path_from_where_pytest_began(
     item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", parent=parent, name="y[::]")
     item.config = SimpleNamespace(invocation_params=SimpleNamespace(dir=tmp_path))
     item.nodeid = f"{parent.nodeid}::y[::]@a y[::]"  # pytest-xdist adds the name of a group
-    hook = plugin.pytest_runtest_protocol(item)
-    next(hook)
-    with pytest.raises(StopIteration) as end:
-        hook.send("result")
-    assert (end.value.value, current.node_id) == ("result", "a/test_x.py::C::y[::]")
+    assert driven(plugin.pytest_runtest_protocol(item), "result") == "result"
+    assert current.node_id == "a/test_x.py::C::y[::]"
 
 
 @pytest.mark.parametrize("when", ["setup", "call"])

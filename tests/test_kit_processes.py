@@ -13,7 +13,7 @@ from unittest.mock import Mock, call
 
 import pytest
 from studies.commands import outside
-from test_kit_deaths import wait_for
+from test_kit_deaths import assert_ended, wait_for
 
 from sp_core.launch import deaths
 from sp_core.launch.deaths import shared_files
@@ -176,4 +176,4 @@ def test_ranks_handle_a_signal_to_the_launcher_before_they_are_killed(
         finally:
             launcher.terminate()
     assert (tmp_path / "saved").exists()
-    wait_for(lambda: all(deaths.stat(pid)[:1] in ([], ["Z"]) for pid in pids))
+    assert_ended(pids)

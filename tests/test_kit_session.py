@@ -168,6 +168,7 @@ VERBOSE = [f"{name}-with-verbose-verbosity" for name in ("brief", "explore", "mi
 @pytest.mark.parametrize("most", [None, 4, 40])
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("profile", [*EXAMPLES, "mine", "default", *VERBOSE])
+@pytest.mark.usefixtures("loaded")
 def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     profile: str,
     own: dict[str, Any] | None,
@@ -175,7 +176,6 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     *,
     seeded: bool,
 ) -> None:
-    loaded = settings.get_current_profile_name()
     default = settings.get_profile("default")
     settings.register_profile("mine", default, max_examples=7, derandomize=False)
     profile, is_verbose, _ = profile.partition("-with-verbose-verbosity")
@@ -183,11 +183,8 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     if is_verbose:
         settings.register_profile(profile + is_verbose, verbosity=Verbosity.verbose)
         settings.load_profile(profile + is_verbose)
-    try:
-        marks = {} if own is None else {"_hypothesis_internal_use_settings": settings(**own)}
-        found = profiles.chosen(marks, most, seeded=seeded)
-    finally:
-        settings.load_profile(loaded)
+    marks = {} if own is None else {"_hypothesis_internal_use_settings": settings(**own)}
+    found = profiles.chosen(marks, most, seeded=seeded)
     usual = EXAMPLES.get(profile, 60)
     # if no other profile is loaded, a value that is Hypothesis' own default counts as not given
     asked = {} if profile == "default" and 100 in (own or {}).values() else own or {}
@@ -210,17 +207,14 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
 
 
 @pytest.mark.parametrize("own", [None, 9])
+@pytest.mark.usefixtures("loaded")
 def test_a_profile_that_a_later_module_loads_is_that_of_earlier_tests_too(own: int | None) -> None:
-    loaded, default = settings.get_current_profile_name(), settings.get_profile("default")
-    settings.register_profile("late", default, max_examples=7)
+    settings.register_profile("late", settings.get_profile("default"), max_examples=7)
     settings.load_profile("default")
-    try:
-        test = testing.given(nprocs=1)(lambda comm: None)
-        profiles.allow_fixtures(test if own is None else settings(max_examples=own)(test))
-        settings.load_profile("late")
-        assert profiles.chosen(vars(test)).max_examples == (own or 7)
-    finally:
-        settings.load_profile(loaded)
+    test = testing.given(nprocs=1)(lambda comm: None)
+    profiles.allow_fixtures(test if own is None else settings(max_examples=own)(test))
+    settings.load_profile("late")
+    assert profiles.chosen(vars(test)).max_examples == (own or 7)
 
 
 def test_constants_of_the_modules_of_a_project_are_not_drawn(

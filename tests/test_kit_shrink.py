@@ -122,17 +122,36 @@ def phase_of(when: str, outcome: str) -> SimpleNamespace:
     )
 
 
-CASES: dict[str, tuple[list[str], str, str, str]] = {
-    "test_x.py::a": (["passed"] * 3, "passed", "test_x", "a"),
-    "tests/test_x.py::a[std::sum]": (["passed"], "passed", "tests.test_x", "a[std::sum]"),
-    "tests/[gpu]/test_x.py::a": (["passed"], "passed", "tests.[gpu].test_x", "a"),
-    "tests/test_x.py::b": (["passed", "failed", "rerun"], "failed", "tests.test_x", "b"),
-    "tests/test_x.py::c": (["passed", "passed", "error"], "error", "tests.test_x", "c"),
-    "tests/test_x.py::d": (["passed", "failed", "error"], "error", "tests.test_x", "d"),
-    "tests/a/test_x.py::C::D::e": (["skipped"], "skipped", "tests.a.test_x.C.D", "e"),
-    "tests/a.txt": (["passed", "skipped", "passed"], "skipped", "tests.a.txt", "tests/a.txt"),
+CALL, TEARDOWN = "call failed\n\taé\n", "teardown error\n\taé\n"
+CASES: dict[str, tuple[list[str], str, str, str, list[Any]]] = {
+    "test_x.py::a": (["passed"] * 3, "passed", "test_x", "a", []),
+    "tests/test_x.py::a[std::sum]": (["passed"], "passed", "tests.test_x", "a[std::sum]", []),
+    "tests/[gpu]/test_x.py::a": (["passed"], "passed", "tests.[gpu].test_x", "a", []),
+    "tests/test_x.py::b": (
+        *(["passed", "failed", "rerun"], "failed", "tests.test_x", "b"),
+        [("failure", "call failed", CALL)],
+    ),
+    "tests/test_x.py::c": (
+        *(["passed", "passed", "error"], "error", "tests.test_x", "c"),
+        [("error", "teardown error", TEARDOWN)],
+    ),
+    "tests/test_x.py::d": (
+        *(["passed", "failed", "error"], "error", "tests.test_x", "d"),
+        [("error", "call failed", CALL + TEARDOWN)],
+    ),
+    "tests/a/test_x.py::C::D::e": (
+        *(["skipped"], "skipped", "tests.a.test_x.C.D", "e"),
+        [("skipped", "", None)],
+    ),
+    "tests/a.txt": (
+        *(["passed", "skipped", "passed"], "skipped", "tests.a.txt", "tests/a.txt"),
+        [("skipped", "", None)],
+    ),
 }
-"""Phases of tests, and what is told of each test: its outcome, class and name."""
+"""Phases of tests, and what is told of each test: its outcome, class, name, and what is in it.
+
+In a JUnit file a test has these: tag, message and text.
+"""
 
 
 @pytest.mark.parametrize("is_last_under_way", [True, False])
@@ -148,7 +167,7 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(
     cases = dict(CASES)
     if is_last_under_way:
         last, where = ("tests.test_x", "f"), "tests/test_x.py::f"
-        cases[where] = ["passed"], "error", *last
+        cases[where] = ["passed"], "error", *last, []
     for name, (phases, *_) in cases.items():
         ledger.pytest_runtest_logstart(name)
         for phase, outcome in zip(("setup", "call", "teardown"), phases, strict=False):
@@ -171,23 +190,12 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(
         (case.attrib, [(bad.tag, bad.get("message"), bad.text) for bad in case]) for case in suite
     ]
     assert found == [
-        *(told_of(*case) for case in CASES.values()),
+        *(
+            ({"classname": where, "name": name, "time": f"{0.5 * len(phases):.3f}"}, children)
+            for phases, _, where, name, children in CASES.values()
+        ),
         ({"classname": last[0], "name": last[1], "time": "0.000"}, [died]),
     ]
-
-
-def told_of(phases: list[str], outcome: str, classname: str, name: str) -> tuple[Any, list[Any]]:
-    """Return the attributes of a test in a JUnit file, and its children: tag, message and text."""
-    bad = [
-        f"{when} {phase}"
-        for when, phase in zip(("setup", "call", "teardown"), phases, strict=False)
-        if phase in ("failed", "error")
-    ]
-    text = "".join(f"{line}\n\taé\n" for line in bad) or None
-    tag = {"failed": "failure"}.get(outcome, outcome)
-    children = [(tag, bad[0] if bad else "", text)] if tag != "passed" else []
-    attributes = {"classname": classname, "name": name, "time": f"{0.5 * len(phases):.3f}"}
-    return attributes, children
 
 
 def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:

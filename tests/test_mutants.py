@@ -2,6 +2,7 @@
 
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -141,20 +142,19 @@ def test_nothing_is_tried_where_no_process_can_be_started_apart(
     monkeypatch.setattr(commands, "APART", apart)
     monkeypatch.setattr(command, "tried", pytest.fail)
     assert command.main(["--only", "LSE", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().out.startswith(f"{told}\nTo try mutants")
+    assert capsys.readouterr().err.startswith(f"nox -s mutants --: {told}\nTo try mutants")
     assert [*tmp_path.iterdir()] == []
 
 
 def test_the_report_of_an_interrupted_run_has_what_was_tried(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    substitute: Callable[..., None], tmp_path: Path
 ) -> None:
     """An interruption before the first result leaves the last report as it was."""
     ended = [*[Outcome("survived")] * 2, KeyboardInterrupt]
     one, other = SMALL, replace(SMALL, id="LSE-1/x", title="another title")
-    monkeypatch.setattr(command, "refused", str)
-    monkeypatch.setattr(command, "mutants", lambda: [one, other])
     for results in ended, ended[1:]:
-        monkeypatch.setattr(command, "tried", Mock(side_effect=results))
+        tried = Mock(side_effect=results)
+        substitute(command, refused=str, mutants=lambda: [one, other], tried=tried)
         assert command.main(["--out", str(tmp_path)]) == INTERRUPTED
     text = (tmp_path / "mutants.md").read_text()
     assert (one.title in text, other.title in text) == (True, False)

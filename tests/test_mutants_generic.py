@@ -4,6 +4,7 @@ import ast
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -268,16 +269,16 @@ def test_a_report_stays_if_no_edit_is_chosen_or_can_be_tried(
     apart: str,
     told: str,
     monkeypatch: pytest.MonkeyPatch,
+    substitute: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(sample, "candidates", lambda **_: [small(1)])
-    monkeypatch.setattr(sample, "equivalents", list)
+    substitute(sample, candidates=lambda **_: [small(1)], equivalents=list)
     monkeypatch.setattr(generic, "_reached", pytest.fail)
     monkeypatch.setattr(commands, "APART", (apart,))
     (journal := tmp_path / "generic.jsonl").touch()
     assert generic.main(["--only", only, "--out", str(tmp_path)]) == 2
-    assert told in capsys.readouterr().out
+    assert told in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == [journal]
 
 
@@ -299,10 +300,6 @@ class A:
     def __repr__(self):
         return self.name[1:]
 '''
-
-
-def made(operator: str, text: str) -> list[str]:
-    return [edit.after for edit in edits("a.py", text) if edit.operator == operator]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +339,8 @@ def made(operator: str, text: str) -> list[str]:
     ],
 )
 def test_an_operator_makes_these_edits(operator: str, text: str, after: list[str]) -> None:
-    assert sorted(made(operator, text)) == sorted(after)
+    made = [edit.after for edit in edits("a.py", text) if edit.operator == operator]
+    assert sorted(made) == sorted(after)
 
 
 def test_what_people_read_and_checkers_check_stays() -> None:

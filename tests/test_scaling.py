@@ -15,6 +15,7 @@ import pytest
 import torch
 from kit.records import NOTHING, case, dicts, record
 from studies.commands import ROOT, output_of
+from test_kit_deaths import assert_ended
 from torch import Tensor
 
 import sp_core as sp
@@ -23,7 +24,6 @@ from benchmarks.cases import block
 from benchmarks.cases.setting import BlockSetting
 from benchmarks.records import make_case
 from benchmarks.sample import Counts, makespans, race, take, timing
-from sp_core.launch.deaths import stat
 from sp_core.machine import cores
 from sp_core.testing import run_threads
 
@@ -182,10 +182,7 @@ def test_a_process_ends_with_those_that_it_has_started(tmp_path: Path) -> None:
     ):
         while not (told := (tmp_path / "output").read_text()):
             time.sleep(0.01)
-    deadline = time.monotonic() + 20
-    while stat(told.strip())[:1] not in ([], ["Z"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert_ended([told.strip()])
 
 
 @pytest.mark.starts_mpi

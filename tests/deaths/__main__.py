@@ -9,7 +9,7 @@ lacks something, or a process or a file is left.
 
 import argparse
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from kit.faults import CRASHES, FAULTS
 from studies.commands import ROOT, mpi_library
 
 from benchmarks import launching
-from benchmarks.launching import Options, about, parse
+from benchmarks.launching import Options, about
 
 KNOWN = (*(fault.fault for fault in FAULTS), *CRASHES)
 OPTIONS: Options = {
@@ -43,9 +43,9 @@ OPTIONS: Options = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@launching.program("nox -s deaths --", __doc__, OPTIONS)
+def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
-    options = parse("nox -s deaths --", __doc__, OPTIONS, arguments)
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     library = mpi_library()
     return int(sum(add(options.out, library, *row) for row in _rows(options, seed)) > 0)

@@ -2,8 +2,6 @@
 
 import os
 
-import pytest
 from kit.faults import average
 
-pytestmark = pytest.mark.ranks
 test_average = average(os.environ["SUT_FAULT"])

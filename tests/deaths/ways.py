@@ -58,5 +58,3 @@ SILENT = ("os._exit(0)", "os._exit(3)", "SIGKILL")
 """Ways after which the rank runs no more code, so that it cannot write its stack."""
 RAISED = ("exception", "sys.exit(0)", "sys.exit(3)", "out of memory")
 """Ways that are ordinary failures of a test: its example is shrunk, and the session goes on."""
-STUCK = ("SIGSTOP", "endless loop")
-"""Ways that are noticed only when a time limit is over."""

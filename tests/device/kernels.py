@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from oracle.attention_check import check_attention
+from oracle.dispatched import Calls
 from oracle.strategies import DTYPES, AttentionProblem
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_core as sp
 from sp_core.attention import cuda, kernels
@@ -39,24 +39,18 @@ LSE = ("", "lse")
 """"lse" for cases in which the log-sum-exp gets a gradient, too."""
 
 
-class Asked(TorchDispatchMode):
-    """Collect in `names` the fused attention kernels that torch dispatches to.
+def fused(calls: Calls) -> set[str]:
+    """Return the fused attention kernels among the calls of a mode.
 
-    Names are "flash", "cudnn" and "efficient". The flash kernel for packed sequences is
+    They are "flash", "cudnn" and "efficient". The flash kernel for packed sequences is
     "flash (sequences)".
     """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().removeprefix("aten::_")
-        if "attention" in name:
-            form = " (sequences)" if name.startswith("flash_attention") else ""
-            kind = next(kind for kind in ("flash", "cudnn", "efficient") if kind in name)
-            self.names.add(kind + form)
-        return func(*args, **(kwargs or {}))
+    names = {name.removeprefix("aten::_") for name, *_ in calls.made if "attention" in name}
+    return {
+        next(kind for kind in ("flash", "cudnn", "efficient") if kind in name)
+        + " (sequences)" * name.startswith("flash_attention")
+        for name in names
+    }
 
 
 def why_plain(problem: AttentionProblem, device: str) -> str:
@@ -75,14 +69,14 @@ def why_plain(problem: AttentionProblem, device: str) -> str:
 
 def tried(problem: AttentionProblem, device: str) -> tuple[set[str], str]:
     """Run a problem on one rank. Return the names of the kernels, and the error or ""."""
-    asked = Asked()
+    calls, names = Calls(), set[str]()
 
     def noted(plain: Callable[..., Any], *given: Any) -> Any:
-        asked.names.add("plain")
+        names.add("plain")
         return plain(*given)
 
     def body(comm: Any) -> None:
-        with sp.Mesh(comm, device=device, transport="staged", sp=1) as mesh, asked:
+        with sp.Mesh(comm, device=device, transport="staged", sp=1) as mesh, calls:
             scheme = partial(SCHEMES["ring"], comm=mesh["sp"])
             check_attention("ring", scheme, problem, mesh["sp"])
 
@@ -91,7 +85,7 @@ def tried(problem: AttentionProblem, device: str) -> tuple[set[str], str]:
             for name in ("_plain", "_plain_backward"):
                 patch.setattr(kernels, name, partial(noted, getattr(kernels, name)))
             run_threads(1, body)
-            return asked.names, ""
+            return names | fused(calls), ""
     except Exception as error:  # noqa: BLE001 - any error becomes a row of the table
         lines = [line for line in str(error).splitlines() if line.strip()]
         return set(), (lines or [type(error).__name__])[-1].strip()

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,17 @@ def failure_of(test: Callable[[], None]) -> str:
     with pytest.raises(RankFailure) as caught:
         test()
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def driven(hook: Generator[None, Any, Any], value: Any) -> Any:
+    """Run a hook that wraps others, which return `value` or raise it, and return its result."""
+    resume = hook.throw if isinstance(value, BaseException) else hook.send
+    next(hook)
+    try:
+        resume(value)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it goes on")
 
 
 def assert_told(text: str, *said: str) -> None:

@@ -20,7 +20,7 @@ from studies.commands import ROOT, refused
 from studies.records import table, write
 
 from benchmarks import launching
-from benchmarks.launching import Options, about
+from benchmarks.launching import Options, UsageError, about
 
 SECONDS = 240.0
 """Time limit of the tests that a mutant names, in seconds."""
@@ -39,8 +39,7 @@ def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
     chosen = selected(mutants(), options.only)
     if problem := refused() if chosen else "no mutant is chosen":
-        print(problem, flush=True)
-        return 2
+        raise UsageError(problem)
     compileall.compile_dir(ROOT / "sp_core", quiet=1)  # otherwise every copy would compile again
     with ThreadPoolExecutor(options.jobs) as pool:
         if red := [words for words in pool.map(_unchanged, named(chosen)) if words]:

@@ -29,6 +29,7 @@ from studies.records import add_line, named, read_lines, write
 
 from benchmarks import launching
 from benchmarks.checkout import commit
+from benchmarks.launching import UsageError
 
 NUMBER, NUMBER_OF_KIT = 500, 150
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -55,8 +56,7 @@ def main(options: argparse.Namespace) -> int:
         return 2
     chosen = selected(sample.drawn(found, options.number, options.seed), options.only)
     if problem := refused() if chosen else "no edit of the sample is chosen":
-        print(problem, flush=True)
-        return 2
+        raise UsageError(problem)
     heading = f"Commit {named(commit())}, seed {options.seed}, {len(chosen)} of {len(found)} edits"
     print(heading, flush=True)
     end = time.monotonic() + options.seconds

@@ -4,10 +4,10 @@ During some runs other processes keep all cores busy. The report is written agai
 The exit code is 1 if a run failed, and 2 if there is nothing to run.
 """
 
+import argparse
 import os
 import random
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from studies.records import named, table, write
 
 from benchmarks import launching
 from benchmarks.checkout import commit
-from benchmarks.launching import Options, about, parse
+from benchmarks.launching import Options, UsageError, about
 
 OPTIONS: Options = {
     "--runs": about(type=int, default=50, help="without a load of its own"),
@@ -34,13 +34,12 @@ KINDS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@launching.program("nox -s soak --", __doc__, OPTIONS)
+def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
-    options = parse("nox -s soak --", __doc__, OPTIONS, arguments)
     stages = [stage for stage in options.stages if of_stage(stage, options.tests)]
     if not stages:
-        print("these test files run as threads only: pass `--stages threads`", flush=True)
-        return 2
+        raise UsageError("these test files run as threads only: pass `--stages threads`")
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     asked = [
         Run(kind, number, random.Random(f"{seed} {kind} {number}").randrange(2**31))
