@@ -78,6 +78,16 @@ def test_an_exit_of_one_rank_ends_the_session() -> None:
     assert caught.value.returncode == 77
 
 
+def test_an_exit_of_one_rank_does_not_hide_the_failure_of_another() -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        if comm.rank:
+            pytest.exit("done", returncode=0)
+        raise LookupError("mine")
+
+    assert_fails(body, "LookupError", "mine", "rank 1: skipped: Exit")
+
+
 class Exit(Exception):
     """An error of a program, whose text cannot be made."""
 

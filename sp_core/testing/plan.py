@@ -211,10 +211,10 @@ def require_strategies(strategies: Mapping[str, Any]) -> None:
 
 
 def leave(outcomes: Sequence[Outcome]) -> None:
-    """Leave the test as all its ranks did by pytest's skip or xfail, or one of them by its exit."""
+    """Leave the test as all ranks did by pytest's skip or xfail, or one by exit if none failed."""
     skips = [outcome for outcome in outcomes if outcome.kind is Kind.SKIP]
     exits = [outcome for outcome in skips if outcome.type == "Exit"]
-    if exits:
+    if exits and not {Kind.FAIL, Kind.MISMATCH} & {outcome.kind for outcome in outcomes}:
         pytest.exit(exits[0].message, returncode=exits[0].returncode)
     if len(skips) == len(outcomes):
         way: Callable[..., NoReturn] = pytest.xfail if skips[0].type == "XFailed" else pytest.skip
