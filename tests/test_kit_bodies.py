@@ -141,6 +141,10 @@ def generator(comm: Any) -> Any:
     yield comm
 
 
+@hypothesis.given(m=st.integers())
+def drawing(comm: Any, m: int) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("decorate", "body", "said"),
     [
@@ -149,6 +153,8 @@ def generator(comm: Any) -> Any:
         (lambda: given(n=st.integers()), failure_of, r"parameters named \['n'\]"),
         (spmd, coroutine, "coroutine is `async` or has a `yield`"),
         (given, generator, "generator is `async` or has a `yield`"),
+        (given, drawing, "drawing has @given or @spmd already"),
+        (spmd, drawing, "drawing has @given or @spmd already"),
         (lambda: given(n=cast("Any", 3)), failure_of, "got n=3. Pass a strategy"),
         (lambda: given(cast("Any", "2")), failure_of, "got nprocs='2'. Pass a strategy"),
         *(
