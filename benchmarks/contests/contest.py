@@ -198,7 +198,7 @@ class Contest:
         return launching.INTERRUPTED if interrupted else code
 
     def _again(self, path: Path) -> int:
-        """Print an earlier run from its file. Return the exit code that the run had."""
+        """Print an earlier run from its file. Return the exit code of the launches in it."""
         document = read(path)
         try:
             return int(self._tell(document))
