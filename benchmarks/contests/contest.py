@@ -175,7 +175,7 @@ class Contest:
             written = datetime.fromtimestamp(out.stat().st_mtime, UTC)
             for old in filter(Path.exists, (out, out.with_suffix(".png"))):
                 old.replace(old.with_suffix(f".{written:%Y%m%dT%H%M%SZ}{old.suffix}"))
-        document = {"busy_before": busy_share(), "launches": [], **document}
+        document = {"busy_before": busy_share(), "env": environment(), "launches": [], **document}
         return self._run(entries, _finished(document), out)
 
     def _run(self, entries: Iterable[Entry], document: Record, out: Path) -> int:
