@@ -152,6 +152,7 @@ def test_earlier_records_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         os.utime(out, (3600 * hour, 3600 * hour))
         assert growth.growth(["--only", "computed", "--out", str(out)]) == 0
         assert contest.read(out)["launches"]
+        assert contest.read(out)["env"]["cores"] >= 1
     texts = [path.read_text() for path in sorted(tmp_path.glob("record.19700*.json"))]
     assert texts == ["record 0", "record 1"]
     assert [path.name for path in tmp_path.glob("*.png")] == ["record.19700101T000000Z.png"]
@@ -210,26 +211,40 @@ def test_costs_of_one_rank_follow_their_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "quickest", "others", "complaints"),
+    ("mask", "quickest", "others", "faulty", "complaints"),
     [
-        ("8 documents", 1.1, {}, 0),
-        ("8 documents", 1.2, {}, len(documents.LAYOUTS)),
-        ("8 documents", 1.1, {"ring/striped": 1.2}, 1),
-        ("8 documents", 0.4, {}, 1),  # a wrong result
-        ("window", 1.15, {}, 0),  # twice the ideal on one rank is the time of `ALONE` here
-        ("window", 1.25, {}, 1),
-        ("skewed", 1.0, {}, 0),
-        ("skewed", 1.0, {"ring/zigzag": 0.9}, 1),  # quicker than balanced
+        ("8 documents", 1.1, {}, (), 0),
+        ("8 documents", 1.2, {}, (), len(documents.LAYOUTS)),
+        ("8 documents", 1.1, {"ring/striped": 1.2}, (), 1),
+        ("8 documents", 1.1, {}, ("ring/zigzag",), 2),  # `slow` is judged
+        ("window", 1.15, {}, (), 0),  # twice the ideal on one rank is the time of `ALONE` here
+        ("window", 1.25, {}, (), 1),
+        ("window", 1.2, {}, ("/",), 2 * len(documents.LAYOUTS)),  # all are wrong
+        ("skewed", 1.0, {}, (), 0),
+        ("skewed", 1.0, {"ring/zigzag": 0.9}, (), 1),  # quicker than balanced
+        ("skewed", 1.0, {"ring/zigzag": 0.9}, ("/zigzag",), 2),
+        ("skewed", 1.0, {"ring/zigzag": 0.9}, ("/balanced",), 2),
     ],
 )
-def test_the_quickest_scheme_of_each_layout_is_judged(
-    mask: str, quickest: float, others: dict[str, float], complaints: int
+def test_the_quickest_right_scheme_of_each_layout_is_judged(
+    mask: str,
+    quickest: float,
+    others: dict[str, float],
+    faulty: tuple[str, ...],
+    complaints: int,
 ) -> None:
-    """Every contestant takes `quickest` times the ideal, except `slow` and those in `others`."""
+    """Every contestant takes `quickest` times the ideal, except `slow` and those in `others`.
+
+    Contestants with a text of `faulty` in their names are wrong, which is a complaint each.
+    """
     times = {f"ring/{layout}": quickest for layout in documents.LAYOUTS}
     times |= {f"slow/{layout}": 9.0 for layout in documents.LAYOUTS}
     times |= {documents.IDEAL: 1.0, documents.ALONE: 2.0, **others}
-    checks = {"ring/zigzag": {"status": "wrong" if quickest < 0.5 else "ok"}}
+    checks = {
+        name: {"status": "wrong" if any(text in name for text in faulty) else "ok"}
+        for name in times
+        if "/" in name
+    }
     samples = {name: [seconds] * 3 for name, seconds in times.items()}
     launch = {"ranks": 2, "mask": mask, "checks": checks, "samples_s": samples}
     assert len(wrong(documents, launch)) == complaints

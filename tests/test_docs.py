@@ -182,9 +182,13 @@ def test_the_texts_say_how_many_examples_run_again() -> None:
     assert f"up to {engine.MAX_RAW_EXAMPLES} drawn inputs" in (ROOT / "README.md").read_text()
 
 
-def test_each_section_of_the_results_names_a_committed_record() -> None:
+def test_each_section_of_the_results_names_a_committed_record_and_its_processor() -> None:
     """Its figures can be printed again from the record; whether they agree is not checked."""
     _, *sections = (ROOT / "docs" / "results.md").read_text().split("\n## ")
     assert len(sections) > 5
-    kept = re.compile(r"`benchmarks/results/[\w*-]+\.jsonl?`|`tests/conformance/REPORT\.md`")
-    assert [part.partition("\n")[0] for part in sections if not kept.search(part)] == []
+    kept = re.compile(r"`(benchmarks/results/[\w*-]+\.jsonl?|tests/conformance/REPORT\.md)`")
+    for part in sections:
+        records = [path.read_text() for name in kept.findall(part) for path in ROOT.glob(name)]
+        assert records, part
+        models = {*re.findall(r'"cpu_model": ?"(AMD EPYC|Intel)', "\n".join(records))}
+        assert [model for model in models if model not in part] == [], part

@@ -78,6 +78,16 @@ def test_an_exit_of_one_rank_ends_the_session() -> None:
     assert caught.value.returncode == 77
 
 
+def test_an_exit_of_one_rank_does_not_hide_the_failure_of_another() -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        if comm.rank:
+            pytest.exit("done", returncode=0)
+        raise LookupError("mine")
+
+    assert_fails(body, "LookupError", "mine", "rank 1: skipped: Exit")
+
+
 class Exit(Exception):
     """An error of a program, whose text cannot be made."""
 
@@ -131,6 +141,10 @@ def generator(comm: Any) -> Any:
     yield comm
 
 
+@hypothesis.given(m=st.integers())
+def drawing(comm: Any, m: int) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("decorate", "body", "said"),
     [
@@ -139,6 +153,8 @@ def generator(comm: Any) -> Any:
         (lambda: given(n=st.integers()), failure_of, r"parameters named \['n'\]"),
         (spmd, coroutine, "coroutine is `async` or has a `yield`"),
         (given, generator, "generator is `async` or has a `yield`"),
+        (given, drawing, "drawing has @given or @spmd already"),
+        (spmd, drawing, "drawing has @given or @spmd already"),
         (lambda: given(n=cast("Any", 3)), failure_of, "got n=3. Pass a strategy"),
         (lambda: given(cast("Any", "2")), failure_of, "got nprocs='2'. Pass a strategy"),
         *(

@@ -152,6 +152,8 @@ SKIP, EXIT, XFAIL = (Outcome(Kind.SKIP, name, name) for name in ("Skipped", "Exi
         ([SKIP, EXIT], pytest.exit.Exception, "Exit"),
         ([FINISHED, EXIT], pytest.exit.Exception, "Exit"),
         ([Outcome(Kind.FAIL, "Exit", "no"), FINISHED], None, ""),
+        ([Outcome(Kind.FAIL), EXIT], None, ""),
+        ([EXIT, SKIP, Outcome(Kind.MISMATCH)], None, ""),
     ],
 )
 def test_ranks_leave_a_test_together_but_one_may_end_the_session(

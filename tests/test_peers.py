@@ -237,6 +237,22 @@ def test_a_contestant_that_is_wrong_is_told_and_has_no_ratio(
     assert (status["status"] in rows[0][1], "not measured" in shown) == (True, True)
 
 
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        (("ok", "ok"), "ok"),
+        (("not installed", "not installed"), "not installed: 0"),
+        (("ok", "failed"), "failed in 1 of 2 launches: 1"),
+        (("not installed", "wrong", "not installed"), "wrong in 1 of 3 launches: 1"),
+        (("not installed", "failed", "failed"), "failed in 2 of 3 launches: 1"),
+        (("failed", "wrong", "ok"), "wrong in 1 of 3 launches: 1"),
+    ],
+)
+def test_the_worst_status_of_all_launches_is_told(states: tuple[str, ...], told: str) -> None:
+    found = [{"status": state, "reason": str(n)} for n, state in enumerate(states)]
+    assert program.judged(found) == (told, "-")
+
+
 def test_a_contest_keeps_what_is_complete_and_can_be_resumed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

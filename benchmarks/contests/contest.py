@@ -175,7 +175,7 @@ class Contest:
             written = datetime.fromtimestamp(out.stat().st_mtime, UTC)
             for old in filter(Path.exists, (out, out.with_suffix(".png"))):
                 old.replace(old.with_suffix(f".{written:%Y%m%dT%H%M%SZ}{old.suffix}"))
-        document = {"busy_before": busy_share(), "launches": [], **document}
+        document = {"busy_before": busy_share(), "env": environment(), "launches": [], **document}
         return self._run(entries, _finished(document), out)
 
     def _run(self, entries: Iterable[Entry], document: Record, out: Path) -> int:
@@ -198,7 +198,7 @@ class Contest:
         return launching.INTERRUPTED if interrupted else code
 
     def _again(self, path: Path) -> int:
-        """Print an earlier run from its file. Return the exit code that the run had."""
+        """Print an earlier run from its file. Return the exit code of the launches in it."""
         document = read(path)
         try:
             return int(self._tell(document))

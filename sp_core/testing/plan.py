@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
@@ -78,10 +78,8 @@ class Example:
         return len(self.ranks) if self.ranks == tuple(range(len(self.ranks))) else self.ranks
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{name}={shown(value)}"
-            for name, value in {"nprocs": self.nprocs, **self.values}.items()
-        )
+        named = {"nprocs": self.nprocs, **self.values}.items()
+        return ", ".join(f"{name}={shown(value)}" for name, value in named)
 
     def key(self) -> bytes:
         """Return bytes that tell this example apart, the same if it is drawn again."""
@@ -142,8 +140,7 @@ class Spec:
         values = example.values
         with contextlib.suppress(Exception):  # values that cannot be copied are shared
             values = copy.deepcopy(values)
-        result = self.body(comm, **self.fixtures, **values)
-        if result is not None:
+        if (result := self.body(comm, **self.fixtures, **values)) is not None:
             raise TypeError(
                 f"{self.function.__name__} returned {shown(result)}. The body of a test must "
                 "return None: use `assert` to check a result."
@@ -164,9 +161,14 @@ def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Si
         drawn: names of the parameters whose values Hypothesis draws.
 
     Raises:
-        TypeError: the test is a coroutine or generator, has no first parameter for a communicator,
-            or no parameter of a name in `drawn`; or it asks for pytest's `subtests`.
+        TypeError: the test has no first parameter for a communicator, or none of a name in `drawn`;
+            it is a coroutine or generator, has @given or @spmd already, or asks for `subtests`.
     """
+    if getattr(body, "is_hypothesis_test", False):
+        raise TypeError(
+            f"{body.__qualname__} has @given or @spmd already, by which each rank would draw "
+            "alone. Draw all arguments through one @given of sp_core.testing."
+        )
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_kind(body) for is_kind in kinds):
         raise TypeError(
@@ -211,14 +213,13 @@ def require_strategies(strategies: Mapping[str, Any]) -> None:
 
 
 def leave(outcomes: Sequence[Outcome]) -> None:
-    """Leave the test as all its ranks did by pytest's skip or xfail, or one of them by its exit."""
+    """Leave the test as all ranks did by pytest's skip or xfail, or one by exit if none failed."""
     skips = [outcome for outcome in outcomes if outcome.kind is Kind.SKIP]
     exits = [outcome for outcome in skips if outcome.type == "Exit"]
-    if exits:
+    if exits and not {Kind.FAIL, Kind.MISMATCH} & {outcome.kind for outcome in outcomes}:
         pytest.exit(exits[0].message, returncode=exits[0].returncode)
     if len(skips) == len(outcomes):
-        way: Callable[..., NoReturn] = pytest.xfail if skips[0].type == "XFailed" else pytest.skip
-        way(skips[0].message)
+        (pytest.xfail if skips[0].type == "XFailed" else pytest.skip)(skips[0].message)
 
 
 def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:
@@ -317,8 +318,7 @@ def _decorated(
     vars(driver).update(copied, __signature__=inspect.Signature(parameters))
     seed = session.current.seed
     own = profiles.chosen(spec.marks, max_examples, seeded=seed is not None)
-    if seed is not None and copied.get(_SEED) is None:
-        # each test draws different examples
+    if seed is not None and copied.get(_SEED) is None:  # each test draws different examples
         driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(driver)
     test = hypothesis.given(**strategies)(own(driver))
     vars(test).update(copied)

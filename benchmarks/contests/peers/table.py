@@ -50,6 +50,9 @@ MASKED = {
 }
 """By the end of our names: torch's contestant, its mask, and whether that has a CPU backward."""
 
+STATES = ("ok", "not installed", "failed", "wrong")
+"""The statuses of a contestant, the worst last."""
+
 LEGEND = (
     "One launch gives one number per contestant, the median of its samples; a ratio is the median "
     "over the launches, in brackets its exact interval (order statistics; 95 %, or the widest with "
@@ -172,15 +175,16 @@ def standings(launches: Sequence[Record], seq: object, winner: str | None) -> It
 
 
 def judged(found: Sequence[Record]) -> tuple[str, str]:
-    """Return the status of a contestant over all launches, and its largest error, as texts."""
+    """Return a contestant's worst status of all launches, and its largest error, as texts."""
     errors = [error for check in found for error in check.get("errors", {}).values()]
     worst = "-" if not errors else "not finite" if None in errors else f"{max(errors):.1e}"
-    bad = [check for check in found if check["status"] != "ok"]
-    if not bad:
-        return "ok", worst
-    often = "" if len(bad) == len(found) else f" in {len(bad)} of {len(found)} launches"
-    reason = f": {bad[0]['reason']}" if "reason" in bad[0] else ""
-    return f"{bad[0]['status']}{often}{reason}", worst
+    chosen = max(found, key=lambda check: STATES.index(check["status"]))
+    if (status := chosen["status"]) == "ok":
+        return status, worst
+    count = sum(check["status"] == status for check in found)
+    often = "" if count == len(found) else f" in {count} of {len(found)} launches"
+    reason = f": {chosen['reason']}" if "reason" in chosen else ""
+    return f"{status}{often}{reason}", worst
 
 
 def medians(launches: Sequence[Record], seq: object, name: str | None) -> list[float | None]:
