@@ -16,6 +16,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
+from kit.meshed import meshed
 from torch import distributed as torch_distributed
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore, TCPStore
@@ -56,28 +57,28 @@ def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(
 
 
 @spmd()
-def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> None:
+@meshed(transport="distributed")
+def test_half_types_are_added_in_float32_by_torch_distributed_too(mesh: sp.Mesh) -> None:
     """reduce_scatter adds in this project, and is bitwise right; all_reduce is near a rounding."""
     inputs = [
-        torch.randn(64 * comm.size, generator=torch.Generator().manual_seed(rank)).bfloat16()
-        for rank in range(comm.size)
+        torch.randn(64 * mesh.size, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        for rank in range(mesh.size)
     ]
-    with sp.Mesh(comm, transport="distributed", sp=comm.size) as mesh:
-        part = sp.reduce_scatter(inputs[comm.rank], comm=mesh["sp"])
-        whole = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"])
+    part = sp.reduce_scatter(inputs[mesh.rank], comm=mesh["sp"])
+    whole = sp.all_reduce(inputs[mesh.rank], comm=mesh["sp"])
     total = functools.reduce(torch.add, (x.float() for x in inputs))
-    assert torch.equal(part, total.bfloat16().chunk(comm.size)[comm.rank])
+    assert torch.equal(part, total.bfloat16().chunk(mesh.size)[mesh.rank])
     exact = torch.stack([x.double() for x in inputs])
-    allowed = exact.sum(0).abs() * 2.0**-8 + exact.abs().sum(0) * comm.size * 2.0**-23
+    allowed = exact.sum(0).abs() * 2.0**-8 + exact.abs().sum(0) * mesh.size * 2.0**-23
     assert ((whole.double() - exact.sum(0)).abs() <= allowed).all()
 
 
 @spmd(2, 3)
-def test_one_element_of_any_stride_is_sent_by_torch_distributed(comm: Any) -> None:
-    with sp.Mesh(comm, transport="distributed", sp=comm.size) as mesh:
-        x = torch.arange(10 * comm.size).view(-1, 10)[comm.rank : comm.rank + 1, 0]
-        found = sp.all_gather(x, comm=mesh["sp"])
-    assert found.tolist() == [10 * rank for rank in range(comm.size)]
+@meshed(transport="distributed")
+def test_one_element_of_any_stride_is_sent_by_torch_distributed(mesh: sp.Mesh) -> None:
+    x = torch.arange(10 * mesh.size).view(-1, 10)[mesh.rank : mesh.rank + 1, 0]
+    found = sp.all_gather(x, comm=mesh["sp"])
+    assert found.tolist() == [10 * rank for rank in range(mesh.size)]
 
 
 @pytest.mark.parametrize(
