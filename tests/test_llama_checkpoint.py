@@ -317,15 +317,12 @@ def test_a_save_that_fails_is_an_error_on_every_rank_and_leaves_nothing(
         assert list(folder.rglob("*")) == [folder / "empty"]
 
 
-@pytest.fixture
-def killed(substitute: Any) -> None:
-    """Let a save fail after it has written the weights, and clean nothing up, as if killed."""
-    substitute(checkpoint, shutil=Mock(), _json=Mock(side_effect=OSError("killed")))
-
-
-@pytest.mark.usefixtures("killed")
 @spmd(2)
-def test_what_a_killed_save_leaves_does_not_load(comm: Any, tmp_path: Path) -> None:
+def test_what_a_killed_save_leaves_does_not_load(
+    comm: Any, substitute: Any, tmp_path: Path
+) -> None:
+    """The save fails after it has written the weights, and cleans nothing up."""
+    substitute(checkpoint, shutil=Mock(), _json=Mock(side_effect=OSError("killed")))
     folder = shared(comm, tmp_path)
     with mesh_of(comm, 0) as mesh:
         with pytest.raises(sp.CheckpointError, match="killed"):

@@ -285,20 +285,17 @@ def test_the_umask_says_who_may_read_a_saved_model(comm: Any, mode: int, tmp_pat
     assert {path.stat().st_mode & 0o777 for path in (folder / "model").iterdir()} == {mode}
 
 
-@pytest.fixture
-def shared_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let another save write to a folder while a model is saved in it."""
+@spmd(1)
+def test_two_saves_into_an_empty_folder_do_not_mix(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other save writes to the folder while a model is saved in it."""
 
     def write(tensors: Any, path: Path, really: Any = checkpoint._write) -> None:
         really(tensors, path)
         (path.parents[1] / "config.json").write_text("other")
 
     monkeypatch.setattr(checkpoint, "_write", write)
-
-
-@pytest.mark.usefixtures("shared_target")
-@spmd(1)
-def test_two_saves_into_an_empty_folder_do_not_mix(comm: Any, tmp_path: Path) -> None:
     folder = shared(comm, tmp_path)
     with mesh_of(comm, 0) as mesh, pytest.raises(sp.CheckpointError, match="is there already"):
         save(create(CASE.config, mesh), folder)
