@@ -170,15 +170,16 @@ def test_checks_are_made_again_after_an_error_in_a_block_without_them(mesh: sp.M
 
 @spmd(2)
 def test_equal_arguments_may_be_written_differently(comm: Any) -> None:
+    """The sum of short lengths does not fit their type."""
     two: Any = np.int64(2) if comm.rank else 2
     named = {"all_reduce": "ring", "all_gather": "bruck"}
     algorithm = named if comm.rank else "all_gather=bruck,all_reduce=ring"
+    lengths: Any = [np.uint8(200) if comm.rank else 200] * 2
     with sp.Mesh(comm, algorithm=algorithm, sp=two) as mesh:
-        x = torch.ones(4)
-        mine = sp.reduce_scatter(x, comm=mesh["sp"], sizes=[two, two])
+        mine = sp.reduce_scatter(torch.ones(400), comm=mesh["sp"], sizes=lengths)
         last: Any = np.int64(-1)
-        whole = sp.all_gather(mine, comm=mesh["sp"], sizes=[two, two], dim=last)
-        assert whole.tolist() == [2.0] * 4
+        whole = sp.all_gather(mine, comm=mesh["sp"], sizes=tuple(lengths), dim=last)
+        assert whole.tolist() == [2.0] * 400
 
 
 @pytest.mark.parametrize("others", ["call", "free", "end"])
