@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from kit.meshed import meshed
 
 import sp_core as sp
@@ -59,16 +58,6 @@ def test_three_ranks_are_told(
     mine = calls[comm.rank]
     error = refused(comm, *(("", mine) if isinstance(mine, Exception) else (mine,)))
     assert (type(error), str(error)) == (kind, text)
-
-
-@pytest.mark.parametrize("value", [1 << 63, 0.5, torch.tensor(0.5)])
-@spmd(2)
-def test_all_ranks_are_told_of_a_value_that_cannot_be_sent(comm: Any, value: Any) -> None:
-    with (
-        sp.Mesh(comm, a=2) as mesh,
-        pytest.raises(ValueError, match=r"rank 1: the value .* was given"),
-    ):
-        mesh["a"].agree_on(lambda: "f", lambda: value if comm.rank else 7)
 
 
 def shown(call: str, start: int = 80) -> str:

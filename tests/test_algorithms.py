@@ -129,26 +129,26 @@ def test_an_execution_is_bitwise_a_replay_of_its_schedule_and_costs_as_much(
 
 
 @given(max_examples=30, problem=vectors(SUMS))
-def test_the_library_adds_half_types_in_float32(comm: Any, problem: Vectors) -> None:
+@meshed()
+def test_the_library_adds_half_types_in_float32(mesh: sp.Mesh, problem: Vectors) -> None:
     """Half types differ from the float64 sum by float32 rounding and one final rounding.
 
     Source: Higham, "Accuracy and stability of numerical algorithms", 2002, section 4.2: |error| <=
     gamma_d * sum |x_i|.
     """
-    inputs = problem.inputs(comm.size)
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        found = replace(problem, algorithm="mpi").call(inputs[comm.rank], mesh["sp"]).double()
+    inputs = problem.inputs(mesh.size)
+    found = replace(problem, algorithm="mpi").call(inputs[mesh.rank], mesh["sp"]).double()
     dtype, wide = inputs[0].dtype, torch.stack(inputs).double()
     exact, scale = wide.sum(0), wide.abs().sum(0)
-    bound = (gamma(comm.size, dtype) + gamma(comm.size, torch.float64)) * scale
+    bound = (gamma(mesh.size, dtype) + gamma(mesh.size, torch.float64)) * scale
     if dtype in HALF:
-        bound = 2 * gamma(comm.size, torch.float32) * scale
+        bound = 2 * gamma(mesh.size, torch.float32) * scale
         bound += exact.abs() * torch.finfo(dtype).eps / 2
     bound += torch.finfo(dtype).tiny  # an underflow
     if problem.op == "reduce_scatter":
-        counts = pieces(comm.size, problem.shape)
-        exact, bound = (part_of(x, counts, 0, comm.rank) for x in (exact, bound))
-    is_kept = problem.op != "reduce" or comm.rank == problem.place % comm.size
+        counts = pieces(mesh.size, problem.shape)
+        exact, bound = (part_of(x, counts, 0, mesh.rank) for x in (exact, bound))
+    is_kept = problem.op != "reduce" or mesh.rank == problem.place % mesh.size
     assert ((found - exact * is_kept).abs() <= bound).all()
 
 

@@ -15,7 +15,6 @@ import sp_core as sp
 from sp_core import arguments
 from sp_core.collectives.build import KINDS, NEEDED
 from sp_core.kinds import RULES
-from sp_core.testing import spmd
 
 OPTIMIZER = torch.optim.SGD([torch.ones(1)])
 VALUES: dict[str, Any] = {
@@ -253,13 +252,3 @@ def test_a_plan_and_a_start_fill_in_what_the_function_does(name: str) -> None:
     given = inspect.signature(getattr(sp, name)).parameters.values()
     found = {each.name: NEEDED if each.default is each.empty else each.default for each in given}
     assert found == KINDS[op].arguments | {"x": NEEDED, "comm": NEEDED, "algorithm": "auto"}
-
-
-@pytest.mark.parametrize("several", [list, tuple])
-@spmd(2)
-def test_short_lengths_of_numpy_are_those_of_python(comm: Any, several: Any) -> None:
-    """Their sum does not fit their type. One rank passes these, and the other whole numbers."""
-    lengths = several([np.uint8(200)] * 2 if comm.rank else [200] * 2)
-    with sp.Mesh(comm, sp=2) as mesh:
-        whole = sp.all_gather(torch.ones(200), comm=mesh["sp"], sizes=lengths)
-        assert sp.reduce_scatter(whole, comm=mesh["sp"], sizes=lengths).tolist() == [2.0] * 200

@@ -6,7 +6,6 @@ import pkgutil
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given as drawn, strategies as st
+from studies.commands import output_of
 from test_records import GOOD
 from test_scaling import program
 
@@ -333,16 +333,8 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
         f"assert sp_core.__file__ == {str(tmp_path / 'sp_core/__init__.py')!r}\n"
         f"assert {str(tmp_path)!r} not in sys.path\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=launching.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert answer.returncode == code, answer.stderr
-    assert code == 0 or "was imported" in answer.stderr
+    told = output_of([sys.executable, "-c", program], launching.ROOT, os.environ, 60, {code})
+    assert code == 0 or "was imported" in told
 
 
 @starts_processes

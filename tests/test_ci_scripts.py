@@ -4,7 +4,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from studies.commands import ROOT, outside, printed
+from studies.commands import ROOT, output_of, outside, printed, program
 
 from ci import borrow_torch, measure_coverage, summary
 
@@ -38,12 +37,6 @@ importlib.import_module(sys.argv[1])
 def test_a_script_imports_only_what_its_environment_has(script: str) -> None:
     words = filter(None, (f"ci.{script}", NEEDS.get(script)))
     assert printed([sys.executable, "-c", BARE, *words], ROOT, outside(), 60) == (0, "")
-
-
-def program(path: Path, text: str) -> str:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
 
 
 @pytest.fixture
@@ -74,10 +67,8 @@ def test_torch_of_another_interpreter_can_be_imported_and_is_not_installed(
         f"import site; site.addsitedir({str(site)!r}); import numpy; import importlib.util"
         "; print(importlib.util.find_spec('torch').origin)"
     )
-    bare = subprocess.run(
-        [python, "-I", "-S", "-c", look], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert bare.stdout.strip().endswith("/torch/__init__.py"), bare.stderr
+    told = output_of([python, "-I", "-S", "-c", look], ROOT, os.environ, 120)
+    assert told.endswith("/torch/__init__.py\n")
 
 
 def test_what_was_borrowed_is_given_back(site: Path, capsys: pytest.CaptureFixture[str]) -> None:

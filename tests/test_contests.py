@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from kit.meshed import meshed
 
 import sp_core as sp
 from benchmarks import launching
@@ -21,7 +22,7 @@ from benchmarks.sample import ABSENT, race
 from benchmarks.statistics import Interval
 from sp_core.llama import create
 from sp_core.scheduling.assignment import imbalance
-from sp_core.testing import run_threads
+from sp_core.testing import run_threads, spmd
 
 SIZES = (64, 256, 1024, 4096)
 SOME = balance.workload()[::18]
@@ -256,17 +257,13 @@ def test_balanced_shares_the_work() -> None:
     assert documents.work("contiguous", 2, masks["1 documents"]) > 1.4
 
 
-def test_what_is_counted_while_computing_is_what_the_cost_model_says() -> None:
+@spmd(1)
+@meshed("ring", check="off")
+def test_what_is_counted_while_computing_is_what_the_cost_model_says(mesh: sp.Mesh) -> None:
     """On one rank, the operations of every policy are exactly those that the model predicts."""
-    few = SOME[::7]
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, ring=1, check="off") as mesh:
-            model = create(balance.CONFIG, mesh)
-            for plan in balance.plans(few, 1).values():
-                assert [balance.count(model, few, plan)[0]] == balance.predicted(plan)["loads"]
-
-    run_threads(1, body)
+    few, model = SOME[::7], create(balance.CONFIG, mesh)
+    for plan in balance.plans(few, 1).values():
+        assert [balance.count(model, few, plan)[0]] == balance.predicted(plan)["loads"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,6 +17,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
+from kit.meshed import meshed
 from torch import distributed as torch_distributed
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore, TCPStore
@@ -56,28 +58,28 @@ def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(
 
 
 @spmd()
-def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> None:
+@meshed(transport="distributed")
+def test_half_types_are_added_in_float32_by_torch_distributed_too(mesh: sp.Mesh) -> None:
     """reduce_scatter adds in this project, and is bitwise right; all_reduce is near a rounding."""
     inputs = [
-        torch.randn(64 * comm.size, generator=torch.Generator().manual_seed(rank)).bfloat16()
-        for rank in range(comm.size)
+        torch.randn(64 * mesh.size, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        for rank in range(mesh.size)
     ]
-    with sp.Mesh(comm, transport="distributed", sp=comm.size) as mesh:
-        part = sp.reduce_scatter(inputs[comm.rank], comm=mesh["sp"])
-        whole = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"])
+    part = sp.reduce_scatter(inputs[mesh.rank], comm=mesh["sp"])
+    whole = sp.all_reduce(inputs[mesh.rank], comm=mesh["sp"])
     total = functools.reduce(torch.add, (x.float() for x in inputs))
-    assert torch.equal(part, total.bfloat16().chunk(comm.size)[comm.rank])
+    assert torch.equal(part, total.bfloat16().chunk(mesh.size)[mesh.rank])
     exact = torch.stack([x.double() for x in inputs])
-    allowed = exact.sum(0).abs() * 2.0**-8 + exact.abs().sum(0) * comm.size * 2.0**-23
+    allowed = exact.sum(0).abs() * 2.0**-8 + exact.abs().sum(0) * mesh.size * 2.0**-23
     assert ((whole.double() - exact.sum(0)).abs() <= allowed).all()
 
 
 @spmd(2, 3)
-def test_one_element_of_any_stride_is_sent_by_torch_distributed(comm: Any) -> None:
-    with sp.Mesh(comm, transport="distributed", sp=comm.size) as mesh:
-        x = torch.arange(10 * comm.size).view(-1, 10)[comm.rank : comm.rank + 1, 0]
-        found = sp.all_gather(x, comm=mesh["sp"])
-    assert found.tolist() == [10 * rank for rank in range(comm.size)]
+@meshed(transport="distributed")
+def test_one_element_of_any_stride_is_sent_by_torch_distributed(mesh: sp.Mesh) -> None:
+    x = torch.arange(10 * mesh.size).view(-1, 10)[mesh.rank : mesh.rank + 1, 0]
+    found = sp.all_gather(x, comm=mesh["sp"])
+    assert found.tolist() == [10 * rank for rank in range(mesh.size)]
 
 
 @pytest.mark.parametrize(
@@ -245,24 +247,29 @@ def test_a_barrier_of_a_group_waits_for_every_rank() -> None:
         assert all(pool.map(arrived, range(2)))
 
 
-def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make torch's default group, of this process only. Before it, there is no communicator."""
     assert communicator_of(None) is None
-    limit, made = timedelta(seconds=33), list[Any]()
     torch_distributed.init_process_group(
-        "gloo", timeout=limit, store=HashStore(), rank=0, world_size=1
+        "gloo", timeout=timedelta(seconds=33), store=HashStore(), rank=0, world_size=1
     )
-    try:
-        for given in (None, torch_distributed.group.WORLD, DeviceMesh("cpu", torch.tensor([[0]]))):
-            made.append(communicator_of(given))
-            assert (made[-1].rank, made[-1].size, made[-1].allgather(7)) == (0, 1, [7])
-        assert communicator_of(object()) is None
-        gone = torch_distributed.new_group([0])
-        torch_distributed.destroy_process_group(gone)
-        assert communicator_of(gone) is None
-        with pytest.raises(sp.RankError, match=r"rank 0 is not one of the ranks \[1\] of"):
-            over_ranks([1], limit)
-    finally:
-        torch_distributed.destroy_process_group()
+    yield
+    torch_distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
+    limit, made = timedelta(seconds=33), list[Any]()
+    for given in (None, torch_distributed.group.WORLD, DeviceMesh("cpu", torch.tensor([[0]]))):
+        made.append(communicator_of(given))
+        assert (made[-1].rank, made[-1].size, made[-1].allgather(7)) == (0, 1, [7])
+    assert communicator_of(object()) is None
+    gone = torch_distributed.new_group([0])
+    torch_distributed.destroy_process_group(gone)
+    assert communicator_of(gone) is None
+    with pytest.raises(sp.RankError, match=r"rank 0 is not one of the ranks \[1\] of"):
+        over_ranks([1], limit)
     assert [comm.limit for comm in made] == [limit] * 3
     assert len({comm._name for comm in made}) == 3
 
@@ -296,19 +303,15 @@ class WithoutOptions:
         raise RuntimeError("Backend ucc does not implement getBackendOptions.")
 
 
+@pytest.mark.usefixtures("alone")  # before monkeypatch, which then ends first
 @pytest.mark.parametrize("backend", [WithoutOptions(), object()], ids=["refused", "unknown"])
 def test_a_backend_that_names_no_timeout_has_that_of_torch(
     backend: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit, group = timedelta(seconds=7), torch_distributed.ProcessGroup
-    torch_distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(group, "_get_backend", lambda *_: backend)
-        monkeypatch.setattr(torch_distributed, "default_pg_timeout", limit)
-        comm = communicator_of(None)
-    finally:
-        monkeypatch.undo()
-        torch_distributed.destroy_process_group()
+    monkeypatch.setattr(group, "_get_backend", lambda *_: backend)
+    monkeypatch.setattr(torch_distributed, "default_pg_timeout", limit)
+    comm = communicator_of(None)
     assert comm is not None
     assert (comm.limit, comm.world_rank) == (limit, 0)
 

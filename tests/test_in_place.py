@@ -172,23 +172,25 @@ def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str
 
 @pytest.mark.mpi_skip
 @spmd(2)
-def test_a_backward_leaves_nothing_under_way(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@meshed(transport="window", check="off")
+def test_a_backward_leaves_nothing_under_way(
+    mesh: sp.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This holds even for a rank whose last two window operations end at the same time."""
 
     def last(sums: SharedSums) -> Any:
         comm = sums._problem.comm
         window = comm.window
         assert window is not None
-        while comm.rank == 0 and min(flag[0] for flag in window._others) <= window.begun:
+        while mesh.rank == 0 and min(flag[0] for flag in window._others) <= window.begun:
             window.advance()
         return ARRIVED(sums)
 
     monkeypatch.setattr(SharedSums, "arrived", last)
-    with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
-        leave_alone(mesh["sp"])
-        shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
-        shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"]))
-        assert not mesh["sp"]._pending
+    leave_alone(mesh["sp"])
+    shards = Shards(PLAIN, mesh.rank, mesh.size, mesh.device)
+    shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"]))
+    assert not mesh["sp"]._pending
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -366,8 +368,9 @@ def test_memory_that_a_container_does_not_have_is_not_taken(
 
 @pytest.mark.mpi_skip
 @spmd(3)
+@meshed(transport="window")
 def test_no_memory_for_a_room_is_an_error_on_all_ranks(
-    comm: Any, monkeypatch: pytest.MonkeyPatch
+    mesh: sp.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def small(memory: HostMemory, nbytes: int) -> tuple[torch.Tensor, Offer]:
         if nbytes > 1 << 16:
@@ -375,15 +378,14 @@ def test_no_memory_for_a_room_is_an_error_on_all_ranks(
         return ALLOCATE(memory, nbytes)
 
     monkeypatch.setattr(HostMemory, "allocate", small)
-    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        shards = Shards(replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device)
-        for scheme in (sp.ring_attention, sp.allgather_kv_attention):
-            with pytest.raises(
-                sp.RankError,
-                match=r"bytes of shared memory were asked for.*No space left.*transport='host'",
-            ):
-                shards.run(functools.partial(scheme, comm=mesh["sp"]))
-        assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
+    shards = Shards(replace(PLAIN, seq_len=300, kv_len=300), mesh.rank, mesh.size, mesh.device)
+    for scheme in (sp.ring_attention, sp.allgather_kv_attention):
+        with pytest.raises(
+            sp.RankError,
+            match=r"bytes of shared memory were asked for.*No space left.*transport='host'",
+        ):
+            shards.run(functools.partial(scheme, comm=mesh["sp"]))
+    assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [mesh.size] * 2
 
 
 def test_the_reason_why_the_system_makes_no_memory_is_told() -> None:

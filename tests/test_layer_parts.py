@@ -182,7 +182,7 @@ def norm(comm: sp.Communicator, _: sp.Sharding | None) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "axes", "own", "split", "fits"),
+    ("make", "whole", "own", "split", "fits"),
     [
         (norm, ("ring", "tp"), "ring", False, False),
         (norm, ("ring", "tp"), ("ring", "tp"), False, True),
@@ -193,16 +193,16 @@ def norm(comm: sp.Communicator, _: sp.Sharding | None) -> nn.Module:
     ],
 )
 @spmd(4)
+@meshed(axes={"ring": 2, "tp": 2})
 def test_a_part_of_a_block_must_sum_over_the_ranks_of_the_block(
-    comm: Any, make: Callable[..., nn.Module], axes: Any, own: Any, split: bool, fits: bool
+    mesh: sp.Mesh, make: Callable[..., nn.Module], whole: Any, own: Any, split: bool, fits: bool
 ) -> None:
-    with sp.Mesh(comm, ring=2, tp=2) as mesh:
-        block = sp.TransformerBlock(4, 2, comm=mesh[axes])
-        sharding = sp.Sharding.contiguous(8, mesh[axes].size)
-        block.set_submodule("feed_forward", make(mesh[own], sharding if split else None))
-        error = pytest.raises(TypeError, match="Pass layers with the same comm")
-        with nullcontext() if fits else error:
-            block(torch.ones(1, 8 // mesh[axes].size, 4), sharding=sharding)
+    block = sp.TransformerBlock(4, 2, comm=mesh[whole])
+    sharding = sp.Sharding.contiguous(8, mesh[whole].size)
+    block.set_submodule("feed_forward", make(mesh[own], sharding if split else None))
+    error = pytest.raises(TypeError, match="Pass layers with the same comm")
+    with nullcontext() if fits else error:
+        block(torch.ones(1, 8 // mesh[whole].size, 4), sharding=sharding)
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
@@ -232,22 +232,22 @@ def test_a_model_computes_with_weights_that_functional_call_gives_it(mesh: sp.Me
 
 
 @spmd(4)
+@meshed(axes={"dp": 2, "ring": 2})
 def test_blocks_of_replicas_learn_as_on_one_device_after_a_sum_over_the_replicas(
-    comm: Any,
+    mesh: sp.Mesh,
 ) -> None:
     """The backward sums over the ranks of a sequence, `reduce_gradients` over the replicas."""
     rows, sharding = normal(99, (2, 8, 4), "float64"), sp.Sharding.zigzag(8, 2)
-    with sp.Mesh(comm, dp=2, ring=2) as mesh:
-        ring, dp = mesh["ring"], mesh["dp"]
-        block, alone = (
-            sp.TransformerBlock(4, 2, comm=each, dtype=torch.float64) for each in (ring, mesh[()])
-        )
-        pairs = [*zip(block.parameters(), alone.parameters(), strict=True)]
-        for n, pair in enumerate(pairs):
-            for weight in pair:
-                weight.data = normal(n, weight.shape, "float64")
-        own = sharding.shard(rows[[dp.rank]], ring.rank, 1)
-        block(own, sharding=sharding).square().sum().backward()
-        alone(rows, sharding=sp.Sharding.contiguous(8, 1)).square().sum().backward()
-        reduce_gradients(block.parameters(), data=dp)
-        torch.testing.assert_close(*zip(*((a.grad, b.grad) for a, b in pairs), strict=True))
+    ring, dp = mesh["ring"], mesh["dp"]
+    block, alone = (
+        sp.TransformerBlock(4, 2, comm=each, dtype=torch.float64) for each in (ring, mesh[()])
+    )
+    pairs = [*zip(block.parameters(), alone.parameters(), strict=True)]
+    for n, pair in enumerate(pairs):
+        for weight in pair:
+            weight.data = normal(n, weight.shape, "float64")
+    own = sharding.shard(rows[[dp.rank]], ring.rank, 1)
+    block(own, sharding=sharding).square().sum().backward()
+    alone(rows, sharding=sp.Sharding.contiguous(8, 1)).square().sum().backward()
+    reduce_gradients(block.parameters(), data=dp)
+    torch.testing.assert_close(*zip(*((a.grad, b.grad) for a, b in pairs), strict=True))

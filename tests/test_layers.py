@@ -190,15 +190,15 @@ def test_narrow_numbers_of_numpy_on_one_rank_make_the_same_layers(mesh: sp.Mesh)
 
 
 @spmd(1)
-def test_a_norm_is_compared_with_a_limit_of_a_short_dtype(comm: Any) -> None:
+@meshed("tp", device=device)
+def test_a_norm_is_compared_with_a_limit_of_a_short_dtype(mesh: sp.Mesh) -> None:
     """In float16 the norm 1.0003 would be 1."""
-    with sp.Mesh(comm, device=device(), tp=1) as mesh:
-        weight = nn.Parameter(torch.ones(1, device=device()))
-        place(weight, Placement.replicated((1,), 1)).grad = torch.full_like(weight, 1.0003)
-        limit: Any = np.float16(1)
-        clip_gradient_norm([weight], limit, tensor=mesh["tp"])
-        assert weight.grad is not None
-        assert weight.grad.item() == pytest.approx(1, rel=1e-6)
+    weight = nn.Parameter(torch.ones(1, device=device()))
+    place(weight, Placement.replicated((1,), 1)).grad = torch.full_like(weight, 1.0003)
+    limit: Any = np.float16(1)
+    clip_gradient_norm([weight], limit, tensor=mesh["tp"])
+    assert weight.grad is not None
+    assert weight.grad.item() == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])
@@ -289,19 +289,19 @@ def test_chunks_of_tokens_may_add_up_beyond_float16_in_gradients_of_weights(mesh
 
 
 @spmd(1, 2)
-def test_a_parameter_that_is_given_twice_counts_once(comm: Any) -> None:
+@meshed("tp", device=device)
+def test_a_parameter_that_is_given_twice_counts_once(mesh: sp.Mesh) -> None:
     """Without `tensor` it may have a placement, which is for a single rank."""
-    with sp.Mesh(comm, device=device(), tp=comm.size, one=1) as mesh:
-        x = nn.Parameter(torch.zeros(2, device=device()))
-        x.grad = torch.tensor([3.0, 4.0], device=device())
-        place(x, Placement.replicated((2,), comm.size))
-        assert clip_gradient_norm([x, x], 1.0, tensor=mesh["tp"]) == 5.0
-        torch.testing.assert_close(x.grad.cpu(), torch.tensor([0.6, 0.8]))
-        linear = nn.Linear(1, 2, bias=False, device=device())
-        (y,) = sp.ColumnParallelLinear.from_linear(linear, comm=mesh["one"]).parameters()
-        y.grad = torch.ones((), device=device()).expand(2, 1)  # both share one number in memory
-        reduce_gradients([y, y], data=mesh["tp"])
-        assert y.grad.tolist() == [[comm.size]] * 2
+    x = nn.Parameter(torch.zeros(2, device=device()))
+    x.grad = torch.tensor([3.0, 4.0], device=device())
+    place(x, Placement.replicated((2,), mesh.size))
+    assert clip_gradient_norm([x, x], 1.0, tensor=mesh["tp"]) == 5.0
+    torch.testing.assert_close(x.grad.cpu(), torch.tensor([0.6, 0.8]))
+    linear = nn.Linear(1, 2, bias=False, device=device())
+    (y,) = sp.ColumnParallelLinear.from_linear(linear, comm=mesh[()]).parameters()
+    y.grad = torch.ones((), device=device()).expand(2, 1)  # both share one number in memory
+    reduce_gradients([y, y], data=mesh["tp"])
+    assert y.grad.tolist() == [[mesh.size]] * 2
 
 
 @spmd(2, 4)

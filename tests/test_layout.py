@@ -2,15 +2,13 @@
 
 import ast
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from studies.commands import ROOT, output_of, outside
 
-ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     ("errors", "findings", "machine"),
     ("compiling", "hashing", "kinds", "launch", "observer", "progress", "scratch", "segments"),
@@ -245,9 +243,7 @@ assert 'torch._dynamo' not in sys.modules
 
 @pytest.mark.parametrize("what", ALONE)
 def test_what_is_loaded(what: str) -> None:
-    program = [sys.executable, "-c", ALONE[what]]
-    answer = subprocess.run(program, cwd=ROOT, stderr=subprocess.PIPE, timeout=120, check=False)
-    assert answer.returncode == 0, answer.stderr.decode()
+    output_of([sys.executable, "-c", ALONE[what]], ROOT, outside(), 120)
 
 
 def test_files_and_functions_are_short() -> None:

@@ -22,7 +22,6 @@ from sp_core.__main__ import main
 from sp_core.errors import CheckpointError
 from sp_core.launch import command as launcher
 from sp_core.llama import LlamaConfig, byte_tokenizer
-from sp_core.testing import run_threads
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
@@ -69,17 +68,6 @@ def test_a_token_is_shown_before_its_line_ends(
 
     monkeypatch.setattr(launcher, "run", run)
     assert main(command("generate", folder, "--tp", "2")[3:]) == 0
-
-
-def test_the_first_rank_shows_logits_in_columns(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two ranks of a ring show two tokens after each prompt."""
-    words = command("logits", folder, "--prompt", "x", "--ring", "2", "--top", "2")[3:]
-    assert run_threads(2, lambda comm: main(words, comm)) == [0, 0]
-    text = capsys.readouterr().out
-    row = r"  [ \d]{7}\d  [ -]{4}\d\.\d{4}  '.+'\n"
-    assert re.fullmatch(rf"\[0\]\n({row}){{2}}\[1\]\n({row}){{2}}", text), text
 
 
 def test_the_probabilities_of_all_tokens_add_up_to_one(

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock, Mock
 import numpy as np
 import pytest
 import torch
+from kit.meshed import meshed
 from refusals.calls import hybrid
 
 import sp_core as sp
@@ -62,15 +63,15 @@ def test_a_gpu_is_the_one_chosen_or_has_the_number_of_the_rank_on_its_node(
 def test_nobody_leaves_a_fence_before_all_have_come(transport: str) -> None:
     come = []
 
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport=transport, check="off", sp=comm.size) as mesh:
-            if mesh["sp"].window is not None:  # else the ranks would wait in the kit
-                mesh["sp"].window._announce = lambda what: None
-            for turn in range(1, 4):
-                time.sleep(0.02 * ((comm.rank + turn) % 3))
-                come.append(comm.rank)
-                sp.fence(comm=mesh["sp"])
-                assert len(come) >= turn * comm.size
+    @meshed(transport=transport, check="off")
+    def body(mesh: sp.Mesh) -> None:
+        if mesh["sp"].window is not None:  # else the ranks would wait in the kit
+            mesh["sp"].window._announce = lambda what: None
+        for turn in range(1, 4):
+            time.sleep(0.02 * ((mesh.rank + turn) % 3))
+            come.append(mesh.rank)
+            sp.fence(comm=mesh["sp"])
+            assert len(come) >= turn * mesh.size
 
     run_threads(3, body)
 
@@ -159,25 +160,26 @@ def test_a_machine_is_told_apart_by_its_mpi(loaded: bool, monkeypatch: pytest.Mo
 
 
 @spmd(2)
-def test_checks_are_made_again_after_an_error_in_a_block_without_them(comm: Any) -> None:
-    with sp.Mesh(comm, sp=2) as mesh:
-        with pytest.raises(KeyError), mesh["sp"].agreed():
-            raise KeyError
-        with pytest.raises(sp.CollectiveMismatch, match="shape"):
-            sp.all_reduce(torch.ones(1 + comm.rank), comm=mesh["sp"])
+@meshed()
+def test_checks_are_made_again_after_an_error_in_a_block_without_them(mesh: sp.Mesh) -> None:
+    with pytest.raises(KeyError), mesh["sp"].agreed():
+        raise KeyError
+    with pytest.raises(sp.CollectiveMismatch, match="shape"):
+        sp.all_reduce(torch.ones(1 + mesh.rank), comm=mesh["sp"])
 
 
 @spmd(2)
 def test_equal_arguments_may_be_written_differently(comm: Any) -> None:
+    """The sum of short lengths does not fit their type."""
     two: Any = np.int64(2) if comm.rank else 2
     named = {"all_reduce": "ring", "all_gather": "bruck"}
     algorithm = named if comm.rank else "all_gather=bruck,all_reduce=ring"
+    lengths: Any = [np.uint8(200) if comm.rank else 200] * 2
     with sp.Mesh(comm, algorithm=algorithm, sp=two) as mesh:
-        x = torch.ones(4)
-        mine = sp.reduce_scatter(x, comm=mesh["sp"], sizes=[two, two])
+        mine = sp.reduce_scatter(torch.ones(400), comm=mesh["sp"], sizes=lengths)
         last: Any = np.int64(-1)
-        whole = sp.all_gather(mine, comm=mesh["sp"], sizes=[two, two], dim=last)
-        assert whole.tolist() == [2.0] * 4
+        whole = sp.all_gather(mine, comm=mesh["sp"], sizes=tuple(lengths), dim=last)
+        assert whole.tolist() == [2.0] * 400
 
 
 @pytest.mark.parametrize("others", ["call", "free", "end"])
@@ -272,19 +274,19 @@ def test_lengths_and_nodes_are_those_of_ranks_in_another_order_of_axes(comm: Any
 
 
 @spmd(4)
-def test_a_product_in_another_order_lives_as_long_as_the_usual_one(comm: Any) -> None:
+@meshed(axes={"a": 2, "b": 2})
+def test_a_product_in_another_order_lives_as_long_as_the_usual_one(mesh: sp.Mesh) -> None:
     """Whoever has asked for it first, a wait of the mesh lets it make progress, and it checks."""
     asked = list[Any]()
-    with sp.Mesh(comm, a=2, b=2) as mesh:
-        thread = Thread(target=lambda: asked.append(mesh["b", "a"]))
-        with mesh["a", "b"].agreed():
-            thread.start()
-            thread.join()
-        assert (asked[0]._progress, asked[0].check) == (mesh["a", "b"]._progress, "agree")
+    thread = Thread(target=lambda: asked.append(mesh["b", "a"]))
+    with mesh["a", "b"].agreed():
+        thread.start()
+        thread.join()
+    assert (asked[0]._progress, asked[0].check) == (mesh["a", "b"]._progress, "agree")
+    sp.fence(comm=asked[0])
+    mesh["a", "b"].free()
+    with pytest.raises(sp.RankError, match="has been freed"):
         sp.fence(comm=asked[0])
-        mesh["a", "b"].free()
-        with pytest.raises(sp.RankError, match="has been freed"):
-            sp.fence(comm=asked[0])
 
 
 @spmd(4)
@@ -369,13 +371,13 @@ def test_errors_end_all_ranks_of_a_subclass_of_the_communicators_of_mpi(
 
 
 @spmd(2)
-def test_a_counter_is_made_after_all_messages_that_were_begun_before(comm: Any) -> None:
+@meshed()
+def test_a_counter_is_made_after_all_messages_that_were_begun_before(mesh: sp.Mesh) -> None:
     """MPI's calls then have the same order on every rank."""
-    with sp.Mesh(comm, sp=2) as mesh:
-        begun = Mock(**{"test.side_effect": [False, True]})
-        mesh["sp"].transport.in_order = Mock(return_value=begun)  # type: ignore[method-assign]
-        mesh["sp"].counter().free()
-        assert begun.test.call_count == 2
+    begun = Mock(**{"test.side_effect": [False, True]})
+    mesh["sp"].transport.in_order = Mock(return_value=begun)  # type: ignore[method-assign]
+    mesh["sp"].counter().free()
+    assert begun.test.call_count == 2
 
 
 @spmd(1, 2, 4)

@@ -16,20 +16,18 @@ from benchmarks import launching
 from benchmarks.contests.netlab import hosts, table as program
 from benchmarks.contests.netlab.table import check_all, netlab, rows
 from sp_core.programs import ALGORITHMS
-from sp_core.testing import run_threads
+from sp_core.testing import spmd
 
 
+@pytest.mark.mpi_skip
 @pytest.mark.parametrize("library", [True, False])
-def test_what_hosts_check_is_what_they_have(library: bool) -> None:
+@spmd(2)
+def test_what_hosts_check_is_what_they_have(comm: Any, library: bool) -> None:
     """Hosts share no memory. The model of a link carries no collective of the MPI library."""
-
-    def body(world: Any) -> int:
-        with sp.Mesh(world, hosts=world.size, ranks=1) as mesh:
-            return check_all(mesh["hosts", "ranks"], library=library)
-
     absent = ("window",) if library else ("window", "auto", "mpi")
     there = sum(name not in absent for names in ALGORITHMS.values() for name in names)
-    assert run_threads(2, body) == [there, there]
+    with sp.Mesh(comm, hosts=2, ranks=1) as mesh:
+        assert check_all(mesh["hosts", "ranks"], library=library) == there
 
 
 @pytest.mark.parametrize("delay", [0.0, 1e-3])

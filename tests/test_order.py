@@ -117,11 +117,6 @@ def test_each_rank_polls_and_waits_in_an_order_of_its_own(
         assert all(torch.equal(*both) for both in pairs)
 
 
-def first_mesh(comm: Any) -> None:
-    with sp.Mesh(comm, a=comm.size):
-        pass
-
-
 def in_thread(call: Callable[[], object]) -> object:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result()
@@ -133,7 +128,7 @@ MEANWHILE: dict[str, Callable[[Any, sp.Communicator, sp.Communicator], Callable[
     "a call of another thread": lambda comm, one, two: (
         lambda: in_thread(lambda: sp.all_gather(torch.ones(2), comm=two))
     ),
-    "a mesh": lambda comm, one, two: lambda: first_mesh(comm),
+    "a mesh": lambda comm, one, two: lambda: sp.Mesh(comm, a=comm.size).free(),
     "the end": lambda comm, one, two: lambda: two.free(),
     "a fence": lambda comm, one, two: lambda: sp.fence(comm=two),
     "a plan": lambda comm, one, two: sp.plan("all_gather", torch.ones(2), comm=two).run,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.meshed import meshed
 from oracle.attention_check import Shards
 from oracle.strategies import AttentionProblem
 
@@ -138,12 +139,12 @@ def test_the_next_piece_travels_while_this_one_is_computed(
     log, (module, function, prepared, order) = Log(), CASES[name]
     monkeypatch.setattr(module, function, log.computing(vars(module)[function]))
 
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            call = prepared(mesh)
-            log.listen(mesh["sp"])
-            call()
-            check_order(log.mine, *order)
+    @meshed()
+    def body(mesh: sp.Mesh) -> None:
+        call = prepared(mesh)
+        log.listen(mesh["sp"])
+        call()
+        check_order(log.mine, *order)
 
     run_threads(SIZE, body)
 
@@ -159,13 +160,13 @@ def test_gradients_travel_while_the_next_ones_are_computed(
     log = Log()
     monkeypatch.setattr(problem, "attend_backward", log.computing(vars(problem)["attend_backward"]))
 
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            shards = Shards(PLAIN, mesh.rank, mesh.size, mesh.device)
-            results = shards.run(functools.partial(SCHEMES[name], comm=mesh["sp"]))
-            log.listen(mesh["sp"])
-            shards.gradients(*results)
-            events = [event for event, _ in log.mine]
+    @meshed()
+    def body(mesh: sp.Mesh) -> None:
+        shards = Shards(PLAIN, mesh.rank, mesh.size, mesh.device)
+        results = shards.run(functools.partial(SCHEMES[name], comm=mesh["sp"]))
+        log.listen(mesh["sp"])
+        shards.gradients(*results)
+        events = [event for event, _ in log.mine]
         before = [events[:place] for place, event in enumerate(events) if event == "compute"]
         assert [some.count("start") - some.count("wait") for some in before] == under_way
 
@@ -173,19 +174,19 @@ def test_gradients_travel_while_the_next_ones_are_computed(
 
 
 @spmd(SIZE)
+@meshed()
 def test_what_is_under_way_is_asked_after_between_pieces_of_the_computation(
-    comm: Any, monkeypatch: pytest.MonkeyPatch
+    mesh: sp.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each step of the ring a rank polls at least three times per group of heads."""
     monkeypatch.setattr(tiles, "POLLED_ROWS", 2)  # a rank has 4 queries
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        log, asked, poll = Log(), list[int](), mesh["sp"].poll
-        log.listen(mesh["sp"])
+    log, asked, poll = Log(), list[int](), mesh["sp"].poll
+    log.listen(mesh["sp"])
 
-        def counted() -> None:
-            asked.append(sum(event == "start" for event, _ in log.mine))
-            poll()
+    def counted() -> None:
+        asked.append(sum(event == "start" for event, _ in log.mine))
+        poll()
 
-        mesh["sp"].poll = counted  # type: ignore[method-assign]
-        attend("ring", sp.Mask(), mesh)()
-        assert min(asked.count(1), asked.count(2)) >= 3 * GROUPS
+    mesh["sp"].poll = counted  # type: ignore[method-assign]
+    attend("ring", sp.Mask(), mesh)()
+    assert min(asked.count(1), asked.count(2)) >= 3 * GROUPS

@@ -232,8 +232,9 @@ def test_a_pipeline_returns_when_its_messages_have_left(comm: Any) -> None:
 )
 @pytest.mark.parametrize("again", [False, True], ids=["", "and again"])
 @spmd(2, 3)
+@meshed("pp")
 def test_stages_that_fail_at_different_micro_batches_go_on(
-    comm: Any, call: Callable[[Any], Tensor], again: bool, monkeypatch: pytest.MonkeyPatch
+    mesh: sp.Mesh, call: Callable[[Any], Tensor], again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank catches its error, as after Ctrl-C. A later call gets its own messages.
 
@@ -242,7 +243,7 @@ def test_stages_that_fail_at_different_micro_batches_go_on(
     passes = count()
 
     def fail(*_: object) -> None:
-        if next(passes) == comm.size - 1 - comm.rank:
+        if next(passes) == mesh.size - 1 - mesh.rank:
             if again:
                 monkeypatch.setattr(mesh["pp"], "track", track)
             raise KeyboardInterrupt
@@ -251,15 +252,14 @@ def test_stages_that_fail_at_different_micro_batches_go_on(
         tracked(handle)
         raise MemoryError
 
-    with sp.Mesh(comm, pp=comm.size) as mesh:
-        model = Case((4, 2), layers=4).model(mesh)
-        wanted, tracked = call(model), mesh["pp"].track
-        hook = model.layers[model.own[0]].register_forward_pre_hook(fail)
-        with pytest.raises(KeyboardInterrupt):
-            call(model)
-        monkeypatch.setattr(mesh["pp"], "track", tracked)
-        hook.remove()
-        assert torch.equal(call(model), wanted)
+    model = Case((4, 2), layers=4).model(mesh)
+    wanted, tracked = call(model), mesh["pp"].track
+    hook = model.layers[model.own[0]].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        call(model)
+    monkeypatch.setattr(mesh["pp"], "track", tracked)
+    hook.remove()
+    assert torch.equal(call(model), wanted)
 
 
 @given(lengths=LENGTHS, size=st.integers(1, 8), most=st.integers(1, 200))

@@ -41,25 +41,25 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: here.stream)
     monkeypatch.setattr(base, "on_stream", on_stream)
 
-    def body(comm: Any) -> None:
+    @meshed()
+    def body(mesh: sp.Mesh) -> None:
         first, other = Mock(), Mock()
         here.stream = first
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            plan = sp.plan("all_reduce", torch.ones(40), comm=mesh["sp"], algorithm="ring")
-            bound, seen = plan._bound, list[Any]()
-            assert isinstance(bound, BoundProgram)
-            bound.device = torch.device("cuda", 0)
-            bound.steps = [
-                replace(step, work=(lambda: seen.append(here.stream), *step.work))
-                for step in bound.steps
-            ]
-            running = bound.start()
-            here.stream = other
-            mesh["sp"].wait(running, "all_reduce")
-            assert seen == [first] * len(bound.steps)
-            first.record_event.assert_called_once_with()
-            other.wait_event.assert_called_once_with(first.record_event())
-            assert torch.equal(plan.run(), torch.full((40,), 2.0))
+        plan = sp.plan("all_reduce", torch.ones(40), comm=mesh["sp"], algorithm="ring")
+        bound, seen = plan._bound, list[Any]()
+        assert isinstance(bound, BoundProgram)
+        bound.device = torch.device("cuda", 0)
+        bound.steps = [
+            replace(step, work=(lambda: seen.append(here.stream), *step.work))
+            for step in bound.steps
+        ]
+        running = bound.start()
+        here.stream = other
+        mesh["sp"].wait(running, "all_reduce")
+        assert seen == [first] * len(bound.steps)
+        first.record_event.assert_called_once_with()
+        other.wait_event.assert_called_once_with(first.record_event())
+        assert torch.equal(plan.run(), torch.full((40,), 2.0))
 
     run_threads(2, body)
 
@@ -157,9 +157,9 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
         seen[mapping.comm.rank].add(nbytes)
         return real(mapping, nbytes)
 
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            getattr(sp, op)(torch.ones(6, 3), comm=mesh["sp"])
+    @meshed()
+    def body(mesh: sp.Mesh) -> None:
+        getattr(sp, op)(torch.ones(6, 3), comm=mesh["sp"])
 
     monkeypatch.setattr(maps.Map, "chosen", chosen)
     run_threads(3, body)

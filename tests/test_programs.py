@@ -162,15 +162,11 @@ def test_no_step_writes_to_what_is_still_being_sent(
             assert first in touched or first == min(number + AHEAD, len(written))
 
 
-def ceil_log2(size: int) -> int:
-    return (size - 1).bit_length()
-
-
 @pytest.mark.parametrize("size", range(2, 10))
 def test_costs_are_those_of_the_papers(size: int) -> None:
     """Compare messages, bytes and steps of the busiest rank, for even pieces of m elements."""
     m = 16  # 4 segments
-    n, logs, floor = size * m * 4, ceil_log2(size), size.bit_length() - 1
+    n, logs, floor = size * m * 4, (size - 1).bit_length(), size.bit_length() - 1
     core = 1 << floor
     folds = size != core
     gathered = (size - 1) * m * 4

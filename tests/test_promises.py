@@ -59,19 +59,21 @@ def test_every_function_that_communicates_has_a_row() -> None:
 
 
 @given(case=cases(["float64", "bfloat16", "bool", "int32"]))
-def test_a_collective_and_its_backward_send_what_other_ranks_need(comm: Any, case: Case) -> None:
-    size, rank = comm.size, comm.rank
-    with sp.Mesh(comm, sp=size) as mesh:
-        group, inputs = mesh["sp"], case.inputs(size)
-        x = inputs[rank].clone().requires_grad_(inputs[rank].is_floating_point())
-        out = case.call(x, group)
-        forward, backward = sent_by(case, inputs, rank)
-        assert sent(group) == forward
-        if x.requires_grad:
-            out.square().sum().backward()
-            assert sent(group) == backward
-            assert x.grad is not None
-            assert x.grad.untyped_storage().nbytes() <= x.nbytes, "it keeps more than a gradient"
+@meshed()
+def test_a_collective_and_its_backward_send_what_other_ranks_need(
+    mesh: sp.Mesh, case: Case
+) -> None:
+    size, rank = mesh.size, mesh.rank
+    group, inputs = mesh["sp"], case.inputs(size)
+    x = inputs[rank].clone().requires_grad_(inputs[rank].is_floating_point())
+    out = case.call(x, group)
+    forward, backward = sent_by(case, inputs, rank)
+    assert sent(group) == forward
+    if x.requires_grad:
+        out.square().sum().backward()
+        assert sent(group) == backward
+        assert x.grad is not None
+        assert x.grad.untyped_storage().nbytes() <= x.nbytes, "it keeps more than a gradient"
 
 
 Sent = tuple[str, int, int]

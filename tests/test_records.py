@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from kit import records as made
 from mpi4py import MPI
+from studies.commands import ROOT, program
 
 import sp_core as sp
 from benchmarks import machine, records
@@ -27,8 +28,6 @@ from benchmarks.machine import fingerprint
 from benchmarks.records import ForeignError, Record
 from sp_core import transport
 from sp_core.testing import session
-
-ROOT = Path(__file__).resolve().parent.parent
 
 PAIR = {"index": 3, "stage": "screen", "side": "base", "slot": 0, "coin": 1, "seed": 7}
 RING = made.case("schemes", "ring", "zigzag/causal/forward", 2)
@@ -296,9 +295,7 @@ def test_a_record_counts_gpus_by_their_uuids_and_has_readings_of_the_one_that_is
     substitute: Any,
 ) -> None:
     """Every node has a GPU 0. A process may see some only, in another order than nvidia-smi."""
-    script = tmp_path / "nvidia-smi"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *"-i GPU-b") echo "{said}";; esac\n')
-    script.chmod(0o755)
+    program(tmp_path / "nvidia-smi", f'case "$*" in *"-i GPU-b") echo "{said}";; esac')
     monkeypatch.setenv("PATH", str(tmp_path))
     substitute(
         torch.cuda,

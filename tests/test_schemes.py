@@ -58,11 +58,11 @@ def memory_that_nobody_has_written_holds_nan() -> Iterator[None]:
 @pytest.mark.explore
 @EVERY_SCHEME
 @given(problem=attention_problems(), way=ways())
+@meshed(device=device)
 def test_a_scheme_gives_what_one_device_gives(
-    comm: Any, name: str, problem: AttentionProblem, way: Way
+    mesh: sp.Mesh, name: str, problem: AttentionProblem, way: Way
 ) -> None:
-    with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
-        check_attention(name, on(mesh, name), problem, mesh["sp"])
+    check_attention(name, on(mesh, name), problem, mesh["sp"])
 
 
 def some_ranks() -> st.SearchStrategy[tuple[int, ...]]:
@@ -75,12 +75,12 @@ def some_ranks() -> st.SearchStrategy[tuple[int, ...]]:
 @pytest.mark.explore
 @EVERY_SCHEME
 @given(nprocs=st.deferred(some_ranks), max_examples=10, problem=attention_problems(17), way=ways())
+@meshed(device=device)
 def test_ranks_have_no_other_names_than_their_places(
-    comm: Any, name: str, problem: AttentionProblem, way: Way
+    mesh: sp.Mesh, name: str, problem: AttentionProblem, way: Way
 ) -> None:
     """Communicators hold the world's ranks in any order, with and without the world's rank 0."""
-    with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
-        check_attention(name, on(mesh, name), problem, mesh["sp"])
+    check_attention(name, on(mesh, name), problem, mesh["sp"])
 
 
 AXES = ("copies", "ring", "ulysses")
@@ -124,16 +124,16 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
     "needs", [(True, False, False), (False, True, False), (False, False, True)], ids=["q", "k", "v"]
 )
 @spmd(4)
+@meshed(device=device, axes={"ring": 2, "ulysses": 2})
 def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_travel(
-    comm: Any, needs: tuple[bool, bool, bool]
+    mesh: sp.Mesh, needs: tuple[bool, bool, bool]
 ) -> None:
     """In a 2 x 2 grid one pair of ranks has as many queries as keys, and the other pair has not."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 1, "group": 1, "head_dim": 1}
     problem = replace(WHOLE, seq_len=2, kv_len=3, **sizes, needs_grad=needs, seed=0, sinks=None)
     axes = ("ring", "ulysses")
-    with sp.Mesh(comm, device=device(), ring=2, ulysses=2) as mesh:
-        scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
-        check_attention("hybrid", scheme, problem, mesh[axes])
+    scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
+    check_attention("hybrid", scheme, problem, mesh[axes])
 
 
 @EVERY_SCHEME
@@ -218,7 +218,8 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any, kind: str) -> None
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
 @spmd(4)
-def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) -> None:
+@meshed("four", device=device)
+def test_half_precision_does_not_suffer_from_more_ranks(mesh: sp.Mesh, name: str) -> None:
     """Sums over blocks and ranks are made in float32, so four ranks err about as much as one.
 
     On another device than a CPU a kernel rounds each part of a result once more. If it computes
@@ -236,9 +237,8 @@ def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) ->
         squares = torch.stack([(a.detach().cpu().double() - b).square().mean() for a, b in pairs])
         return sp.all_reduce(squares.to(group.device), comm=group).div(group.size).sqrt().cpu()
 
-    with sp.Mesh(comm, device=device(), one=1, four=4) as mesh:
-        ratios = errors(mesh["four"]) / errors(mesh["one"])
-        assert (ratios <= most).all(), ratios.tolist()
+    ratios = errors(mesh["four"]) / errors(mesh[()])
+    assert (ratios <= most).all(), ratios.tolist()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -277,17 +277,17 @@ def test_partial_sums_of_gradients_may_leave_the_range_of_float16(mesh: sp.Mesh,
 
 
 @spmd(1, 2)
-def test_a_checkpoint_of_torch_may_compute_a_given_attention_again(comm: Any) -> None:
+@meshed(device=device)
+def test_a_checkpoint_of_torch_may_compute_a_given_attention_again(mesh: sp.Mesh) -> None:
     """The checkpoint ends its second call within `inner`, by an exception of torch."""
-    sharding = sp.Sharding.contiguous(4, comm.size)
+    sharding = sp.Sharding.contiguous(4, mesh.size)
     whole = torch.linspace(0, 1, 3 * 4 * 2 * 2, device=device()).view(3, 1, 4, 2, 2)
-    q, k, v = sharding.shard(whole, comm.rank, dim=2)
-    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
-        given: Any = {"sharding": sharding, "inner": sp.local_attention}
-        call, found = functools.partial(on(mesh, "ulysses"), **given), []
-        for attend in (call, functools.partial(checkpoint, call, use_reentrant=False)):
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            found.append(torch.autograd.grad(attend(*leaves).square().sum(), leaves))
+    q, k, v = sharding.shard(whole, mesh.rank, dim=2)
+    given: Any = {"sharding": sharding, "inner": sp.local_attention}
+    call, found = functools.partial(on(mesh, "ulysses"), **given), []
+    for attend in (call, functools.partial(checkpoint, call, use_reentrant=False)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        found.append(torch.autograd.grad(attend(*leaves).square().sum(), leaves))
     torch.testing.assert_close(*found)
 
 

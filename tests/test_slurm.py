@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from studies.commands import ROOT, output_of
+from studies.commands import ROOT, output_of, program
 from test_scaling import TINY
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done
 SUBMIT = ROOT / "ci" / "slurm" / "submit.sh"
 JOB = ROOT / "ci" / "slurm" / "scaling.sbatch"
 NOX = ROOT / "ci" / "slurm" / "nox.sbatch"
-SBATCH = """#!/bin/sh
+SBATCH = """
 printf '%s\\n' "$@" >"$CALLS"
 case "$*" in *--test-only*) exit ;; esac
 echo "4242;cluster"
 """
-SRUN = f"""#!/bin/sh
+SRUN = f"""
 echo "$*" >>"$CALLS"
 for argument in "$@"; do
     case $argument in
@@ -31,14 +31,14 @@ for argument in "$@"; do
 done
 exec {Path(sys.executable).parent / "mpiexec"} -n "$ranks" "$@"
 """
-UNDOCTORED = f"""#!/bin/sh
+UNDOCTORED = f"""
 case "$*" in
     *sp_core*doctor*) exit "${{BROKEN:-0}}" ;;
     *"benchmarks scaling"*) echo "HYDRA_LAUNCHER=${{HYDRA_LAUNCHER-}} $*" >>"$CALLS" ;;
 esac
 exec {sys.executable} "$@"
 """
-PYTHON3 = """#!/bin/sh
+PYTHON3 = """
 case "$*" in
     "-m venv"*)
         for folder; do :; done
@@ -62,8 +62,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("undoctored/bin/python", UNDOCTORED)):
         path = tmp_path / "bin" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
+        program(path, text)
     return {
         **os.environ,
         "SLURM_SUBMIT_DIR": str(ROOT),
@@ -206,9 +205,7 @@ def test_a_job_runs_the_checkout_that_it_was_submitted_for(
 def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
     """Add to `cluster` a fake python3. Its virtual environments are scripts that record calls."""
     (tmp_path / "scratch").mkdir()
-    fake = tmp_path / "bin" / "python3"
-    fake.write_text(PYTHON3)
-    fake.chmod(0o755)
+    program(tmp_path / "bin" / "python3", PYTHON3)
     kept = {name: x for name, x in cluster.items() if name not in ("SP_VENV", "SP_TORCH")}
     return {
         **kept,

@@ -75,17 +75,17 @@ def test_a_rate_of_a_short_dtype_is_compared(mesh: sp.Mesh) -> None:
 @pytest.mark.parametrize("saving", [{"recompute": True}, {"offload": True}])
 @pytest.mark.parametrize("change", DRAWING)
 @spmd(1)
+@meshed("tp")
 def test_a_layer_draws_its_random_numbers_again_in_the_backward(
-    comm: Any, change: str, saving: dict[str, Any]
+    mesh: sp.Mesh, change: str, saving: dict[str, Any]
 ) -> None:
     found = []
-    with sp.Mesh(comm, tp=1) as mesh:
-        for how in (dict[str, Any](), saving):
-            model = CASE.model(mesh)
-            torch.manual_seed(1)
-            with DRAWING[change](model):
-                backward(model, [[1, 2, 3, 4]], **how)
-            found.append([*(x.grad for x in model.parameters()), *model.buffers()])
+    for how in (dict[str, Any](), saving):
+        model = CASE.model(mesh)
+        torch.manual_seed(1)
+        with DRAWING[change](model):
+            backward(model, [[1, 2, 3, 4]], **how)
+        found.append([*(x.grad for x in model.parameters()), *model.buffers()])
     torch.testing.assert_close(*found)
 
 

@@ -209,12 +209,12 @@ def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(op: str, size: int, pie
             copies.append(host.nbytes)
             super().upload(device, host)
 
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            group = mesh["sp"]
-            group.transport = PipelinedTransport(HostTransport(group._comm), Counted(), comm.size)
-            x = torch.ones(2 * piece, dtype=torch.uint8)
-            getattr(sp, op)(x, comm=group, algorithm="mpi")
+    @meshed()
+    def body(mesh: sp.Mesh) -> None:
+        group = mesh["sp"]
+        group.transport = PipelinedTransport(HostTransport(group._comm), Counted(), mesh.size)
+        x = torch.ones(2 * piece, dtype=torch.uint8)
+        getattr(sp, op)(x, comm=group, algorithm="mpi")
 
     run_threads(size, body)
     assert set(copies) == {piece}

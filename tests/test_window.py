@@ -121,42 +121,40 @@ def test_a_slot_has_8_bytes_for_each_rank_or_more(comm: Any) -> None:
     on_device=st.booleans(),
     seed=st.integers(0, 99),
 )
+@meshed()
 def test_what_is_read_and_used_is_what_the_program_says(
-    comm: Any, problem: Problem, dtype: torch.dtype, slot_bytes: int, on_device: bool, seed: int
+    mesh: sp.Mesh, problem: Problem, dtype: torch.dtype, slot_bytes: int, on_device: bool, seed: int
 ) -> None:
     """Bits, messages, bytes and scratch are right in three runs. Some inputs are read in place."""
-    size, rank = comm.size, comm.rank
-    with sp.Mesh(comm, sp=size) as mesh:
-        group = mesh["sp"]
-        use_window(group, slot_bytes, on_device=on_device)
-        assert group.window is not None
-        slot = group.window.slot_bytes // dtype.itemsize
-        tasks = [problem.task(other, size, slot) for other in range(size)]
-        task, inputs = tasks[rank], inputs_of(problem, size, slot, dtype, seed)
-        x = (
-            sp.shared_empty(inputs[rank].shape, dtype=dtype, comm=group)
-            if task.resident
-            else inputs[rank].clone()
+    size, rank = mesh.size, mesh.rank
+    group = mesh["sp"]
+    use_window(group, slot_bytes, on_device=on_device)
+    assert group.window is not None
+    slot = group.window.slot_bytes // dtype.itemsize
+    tasks = [problem.task(other, size, slot) for other in range(size)]
+    task, inputs = tasks[rank], inputs_of(problem, size, slot, dtype, seed)
+    x = (
+        sp.shared_empty(inputs[rank].shape, dtype=dtype, comm=group)
+        if task.resident
+        else inputs[rank].clone()
+    )
+    recv = x if task.in_place else torch.empty(sum(task.recv), dtype=dtype)
+    bound = BoundWindow(group, task._replace(itemsize=dtype.itemsize), x, recv, group.scratch)
+    for _ in range(3):
+        x.copy_(inputs[rank])
+        sp.fence(comm=group)
+        now = task._replace(itemsize=dtype.itemsize, first=group.window.begun % SLOTS)
+        figures = cost(program_of(now, "window"), dtype)
+        group.counters.reset()
+        group.wait(bound.start(), problem.op)
+        found = group.counters[problem.op]
+        assert torch.equal(recv, problem.expected(tasks, inputs, rank))
+        assert (found.calls, found.messages, found.bytes_sent) == (
+            1,
+            figures.messages,
+            figures.bytes_sent,
         )
-        recv = x if task.in_place else torch.empty(sum(task.recv), dtype=dtype)
-        bound = BoundWindow(group, task._replace(itemsize=dtype.itemsize), x, recv, group.scratch)
-        for _ in range(3):
-            x.copy_(inputs[rank])
-            sp.fence(comm=group)
-            now = task._replace(itemsize=dtype.itemsize, first=group.window.begun % SLOTS)
-            figures = cost(program_of(now, "window"), dtype)
-            group.counters.reset()
-            group.wait(bound.start(), problem.op)
-            found = group.counters[problem.op]
-            assert torch.equal(recv, problem.expected(tasks, inputs, rank))
-            assert (found.calls, found.messages, found.bytes_sent) == (
-                1,
-                figures.messages,
-                figures.bytes_sent,
-            )
-            assert (
-                found.scratch == figures.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
-            )
+        assert found.scratch == figures.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
 
 
 @spmd(3)
@@ -297,13 +295,13 @@ def test_a_rank_that_leaves_ends_the_waits_of_others(
     That rank may have begun to write its vector, which is longer than a slot.
     """
 
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="window", check=check, sp=comm.size) as mesh:
-            x = torch.ones(length)
-            under_way = sp.all_reduce_start(x, comm=mesh["sp"], algorithm=algorithm)
-            if comm.rank == 1:
-                raise LookupError("lost")
-            under_way.wait()
+    @meshed(transport="window", check=check)
+    def body(mesh: sp.Mesh) -> None:
+        x = torch.ones(length)
+        under_way = sp.all_reduce_start(x, comm=mesh["sp"], algorithm=algorithm)
+        if mesh.rank == 1:
+            raise LookupError("lost")
+        under_way.wait()
 
     with pytest.raises(RankFailure, match=r"rank 1: failed: LookupError at .*: lost") as caught:
         run_threads(3, body, timeout=20)

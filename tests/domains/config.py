@@ -68,11 +68,22 @@ def judge_fields(drawn: Values, config: LlamaConfig) -> None:
 SCALING = {"rope_type": "linear", "factor": 4.0}
 OLD_SCALING = {"rope_scaling": {"type": "linear", "factor": 4.0}}
 BOTH = {"rope_theta": 5e5, "rope_scaling": SCALING}
-ONE_ENTRY: dict[str, Any] = {
+NULLS: dict[str, Any] = {
     "rope_theta": None,
     "rope_scaling": None,
-    "rope_parameters": {**SCALING, "rope_theta": 7.0},
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
+SEVEN = {"rope_theta": 7.0, "rope_scaling": SCALING}
+SAID_SEVEN: dict[str, Settings] = {
+    "one entry": {**NULLS, "rope_parameters": {**SCALING, "rope_theta": 7.0}},
+    "the old entry alone": {"rope_theta": None, "rope_scaling": {**SCALING, "rope_theta": 7.0}},
+    "a default beside it": {
+        **SEVEN,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+    },
+    "a length that the scaling lacks": {**SEVEN, "original_max_position_embeddings": 7},
+}
+"""By part: entries that mean SEVEN."""
 HEADS = {"num_key_value_heads": 8, "head_dim": 12}
 PLAIN = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
 SUPPORTED: Settings = {"attention_bias": False, "attention_dropout": 0.0, "is_causal": True}
@@ -80,9 +91,10 @@ SUPPORTED: Settings = {"attention_bias": False, "attention_dropout": 0.0, "is_ca
 MEANINGS: dict[str, dict[str, tuple[Settings, Settings, tuple[str, ...]]]] = {
     "values.rope": {
         "two entries": (BOTH, BOTH, ()),
-        "one entry": (ONE_ENTRY, {"rope_theta": 7.0, "rope_scaling": SCALING}, ()),
         "type": (OLD_SCALING, OLD_SCALING, ()),
         "default": ({"rope_scaling": {"rope_type": "default"}}, {"rope_scaling": None}, ()),
+        "nulls": (NULLS, {"rope_theta": 1e4, "rope_scaling": None}, ()),
+        **{name: (said, SEVEN, ()) for name, said in SAID_SEVEN.items()},
         "missing": ({}, {"rope_theta": 1e4, "rope_scaling": None}, ("rope_theta", "rope_scaling")),
     },
     "values.heads": {
@@ -101,6 +113,9 @@ MEANINGS: dict[str, dict[str, tuple[Settings, Settings, tuple[str, ...]]]] = {
         "nothing": ({}, {}, ()),
         "supported settings": (SUPPORTED, {}, ()),
         "unknown settings": ({"use_cache": True}, {}, ()),
+        "null": ({"tie_word_embeddings": None}, {"tie_word_embeddings": False}, ()),
+        "no settings of a layer": ({"per_layer_config": {}}, {}, ()),
+        "null for settings of a layer": ({"per_layer_config": None}, {}, ()),
         "defaults missing": ({}, PLAIN, (*PLAIN, "architectures", "hidden_act")),
     },
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.meshed import meshed
 from oracle.reference import Reference
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,7 +25,7 @@ from hf.cases import (
     on_one_process,
 )
 from sp_core.integrations import transformers as integration
-from sp_core.testing import record_ratio, run_threads
+from sp_core.testing import record_ratio, run_threads, spmd
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.tolerance import bound, check_close
 
@@ -257,19 +258,16 @@ def test_a_loss_of_ones_own_has_the_gradients_of_one_process(case: str) -> None:
             torch.testing.assert_close(grad, want[name], rtol=1e-9, atol=1e-9)
 
 
-def test_models_may_share_a_configuration() -> None:
+@spmd(1)
+@meshed("ring")
+def test_models_may_share_a_configuration(mesh: sp.Mesh) -> None:
     """The second model computes before it is parallelized, too."""
     config = model("llama").config
     one, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, ring=1) as mesh:
-            integration.parallelize(one, mesh)
-            want = other(**inputs()).loss
-            loss = integration.parallelize(other, mesh)(**inputs()).loss
-            torch.testing.assert_close(loss, want, check_dtype=False)
-
-    run_threads(1, body)
+    integration.parallelize(one, mesh)
+    want = other(**inputs()).loss
+    loss = integration.parallelize(other, mesh)(**inputs()).loss
+    torch.testing.assert_close(loss, want, check_dtype=False)
 
 
 @pytest.mark.parametrize("hooked", [None, "lm_head", "model.embed_tokens"])

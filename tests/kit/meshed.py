@@ -1,7 +1,7 @@
 """Open the mesh of a test whose whole body needs it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,24 +14,30 @@ FROM_TEST = ("transport", "check")
 
 
 def meshed(
-    axis: str = "sp", *, device: Callable[[], torch.device | None] = lambda: None, **options: Any
+    axis: str = "sp",
+    *,
+    axes: Mapping[str, int] | None = None,
+    device: Callable[[], torch.device | None] = lambda: None,
+    **options: Any,
 ) -> Callable[[Body], Body]:
     """Run a body on a mesh of all ranks, which it takes in place of the communicator.
 
     Stands below @spmd or @given.
 
     Args:
-        axis: the name of the only axis. A test's argument `axes` has other axes and their lengths.
+        axis: the name of the only axis.
+        axes: other axes and their lengths. They may also be the test's argument `axes`.
         device: is called on each rank and returns the device of the mesh.
-        options: more options of the mesh. Those in FROM_TEST come from the test's arguments, too.
+        options: more options of the mesh. Those in FROM_TEST come from the test's arguments, too,
+            and all those in an argument `way`.
     """
 
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
         def on_mesh(comm: Any, **given: Any) -> None:
             own = {name: given[name] for name in FROM_TEST if name in given}
-            axes = given.get("axes", {axis: comm.size})
-            with sp.Mesh(comm, device=device(), **options, **own, **axes) as mesh:
+            own |= {**given.get("way", {}), **given.get("axes", axes or {axis: comm.size})}
+            with sp.Mesh(comm, device=device(), **options, **own) as mesh:
                 body(mesh, **given)
 
         return on_mesh

@@ -327,6 +327,11 @@ ON_ONE_RANK: Table = {
             f"rank 1: {HALVES}",
             lowered(lambda mesh, here: Decoder(CASE.model(mesh).half(), [3]).prefill([[1]])),
         ),
+        "a decoder under autocast": (
+            sp.CollectiveMismatch,
+            "autocast=torch.bfloat16",
+            lowered(decoded([[1], []])),
+        ),
         "a hook on a projection of a decoder": (
             TypeError,
             "rank 1: layers.1.mlp.down_proj has hooks",

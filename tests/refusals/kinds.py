@@ -340,6 +340,14 @@ ON_ONE_RANK: Table = {
             )
             for name, use in uses.items()
         },
+        **{
+            f"the value {value!r} to send": (
+                ValueError,
+                f"rank 1: the value {value!r} was given",
+                lambda mesh, here, x=value: comm_of(mesh).agree_on(str, lambda: x if here else 7),  # type: ignore[misc]
+            )
+            for value in (1 << 63, 0.5, torch.tensor(0.5))
+        },
         "a nested tensor": (
             sp.ShapeError,
             "has layout nested; a dense one is needed. Pass x.to_padded_tensor(0.0).",

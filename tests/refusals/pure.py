@@ -45,10 +45,6 @@ def attend_to_itself(q: torch.Tensor) -> Any:
     return sp.local_attention(q, q, q)
 
 
-def merge_with_itself(out: torch.Tensor, lse: torch.Tensor) -> object:
-    return sp.merge(out, lse, out, lse)
-
-
 def merged(change: Callable[[torch.Tensor], Any], place: int) -> object:
     """Call `merge` after a change of one of its four tensors."""
     given: list[Any] = [ONES, ONES[..., 0], ONES, ONES[..., 0]]
@@ -153,7 +149,7 @@ ROWS: list[Row] = [
             partial(TWO.group, [[0]]),
             partial(TWO.group, [[0], [1], [2]]),
             partial(DOCUMENTS.allowed, [0, 8, 3], range(8)),
-            partial(merge_with_itself, ONES[0, 0], ONES[0, 0, 0, :1]),
+            partial(sp.merge, *(ONES[0, 0], ONES[0, 0, 0, :1]) * 2),
         )
     ),
     *(

@@ -90,6 +90,13 @@ def output_of(
     return text
 
 
+def program(path: Path, text: str) -> str:
+    """Write a shell script that can be started by its path, and return the path."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def mpi_library() -> str:
     """Return the MPI library's name and version, asked in a new process: it must not start here."""
     asked = "name, numbers = MPI.get_vendor(); print(name, '.'.join(map(str, numbers)))"
