@@ -1,8 +1,6 @@
 """Predict how quick each scheme and mesh is for a problem.
 
-An example:
-
-    sp-core plan --seq 65536 --ranks 64 --heads 32 --link 9gbit,9us --flops 1e14
+Try: sp-core plan --seq 65536 --ranks 64 --heads 32 --link 9gbit,9us --flops 1e14
 
 The problem is one layer of causal attention, forward and backward, split evenly
 (zigzag). Ranks fill nodes one after the other; neighbours along the axis of
@@ -32,7 +30,7 @@ import math
 import re
 import time
 import timeit
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -233,15 +231,14 @@ def _allgather_kv(problem: Problem) -> Projection:
     return Projection("allgather_kv", problem.ranks, 1, seconds, exposed, *traffic)
 
 
-def _exchange(problem: Problem, sent: Sequence[float]) -> float:
+def _exchange(problem: Problem, sent: Sequence[int]) -> float:
     """Return the seconds of the all-to-alls of one pass on the slowest rank.
 
-    The rank at each place of its group sends `sent[place]` bytes, in two messages to each other
-    rank of the group: one before the attention and one after it. A group is consecutive ranks,
-    which may be on any nodes.
+    The rank at each place of a group sends `sent[place]` bytes, in two messages to each other rank
+    of its group. A group is consecutive ranks, which may be on any nodes.
     """
-    ulysses, load = len(sent), Counter[int]()
-    parts: dict[tuple[int, int], list[float]] = defaultdict(list)
+    ulysses, load = len(sent), defaultdict[int, float](float)
+    parts = defaultdict[tuple[int, int], list[float]](list)
     for rank in range(problem.ranks):  # by group and node, the bytes to each other rank
         each = sent[rank % ulysses] / max(ulysses - 1, 1)
         parts[rank // ulysses, rank // problem.per_node].append(each)
@@ -255,22 +252,15 @@ def _exchange(problem: Problem, sent: Sequence[float]) -> float:
 
 
 def _step(problem: Problem, ring: int, nbytes: Sequence[int]) -> float:
-    """Return the seconds until every rank has received a block from its ring neighbour.
-
-    `nbytes` are the bytes of the block at each place of a Ulysses group.
-    """
+    """Return the seconds to pass a block on, of `nbytes[place]` bytes at each place of a group."""
     ulysses, per_node = len(nbytes), problem.per_node
-    if ring == 1:
-        return 0.0
-    near = problem.node(max(nbytes)) if per_node > ulysses else 0.0
-    if ring * ulysses <= per_node:
-        return near
-    crossing = min(ulysses, per_node)  # the last ranks of each node
-    loads = (
-        sum(nbytes[rank % ulysses] for rank in range(stop - crossing, stop))
+    near = problem.node(max(nbytes)) if ring > 1 and per_node > ulysses else 0.0
+    away = ring > 1 and ring * ulysses > per_node
+    loads = (  # of each node, whose last ranks send to other nodes
+        sum(nbytes[rank % ulysses] for rank in range(stop - min(ulysses, per_node), stop))
         for stop in range(per_node, problem.ranks + 1, per_node)
     )
-    return max(near, problem.network(max(loads)))
+    return max(near, problem.network(max(loads)) if away else 0.0)
 
 
 def _around(compute: float, ring: int, step: float) -> float:
@@ -332,10 +322,8 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
     assumed = []
     if options.flops is None:
         problem = replace(problem, flops=timed_flops(min(options.head_dim, 1024)))
-        assumed.append(
-            "the speed of attention in float32 here, with "
-            f"{torch.get_num_threads()} threads (--flops)"
-        )
+        threads = torch.get_num_threads()
+        assumed.append(f"the speed of attention in float32 here, with {threads} threads (--flops)")
     if options.ranks_per_node > 1 and not options.node_link:
         assumed.append("the links inside of a node as measured here (--node-link)")
     return "\n".join(_lines(problem, project(problem)[: options.show], assumed, tuning))

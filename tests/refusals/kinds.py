@@ -160,17 +160,6 @@ def dual(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
     return within(forward_ad.dual_level, given(use, lambda x: forward_ad.make_dual(x, x)))
 
 
-def seeded(seed: Any, p: float = 0.1) -> Wrong:
-    """Return a call of a block that has another seed, or dropout `p`, on the last rank."""
-    return lambda mesh, here: sp.TransformerBlock(
-        8, 2, comm=comm_of(mesh), dropout=p if here else 0.1
-    )(
-        torch.ones(1, 1, 8),
-        sharding=sp.Sharding.contiguous(2, 2),
-        seed=seed if here else 3,
-    )
-
-
 def copied(duplicate: Callable[[Any], Any], make: Callable[..., Any]) -> Wrong:
     """Return a copy of a plan or of a collective under way."""
     return sending(lambda mesh, here: duplicate(make(torch.ones(3), comm=comm_of(mesh))))
@@ -317,17 +306,6 @@ ON_ONE_RANK: Table = {
             "without memory that could be sent, or",
             given(USES["all_reduce"], freed),
         ),
-        "another dropout": (sp.CollectiveMismatch, "a block with dropout=0.5", seeded(3, 0.5)),
-        **{
-            f"the seed {seed!r}": (kind, text, seeded(seed))
-            for seed, kind, text in (
-                (None, ValueError, "seed=None was given"),
-                ("a", TypeError, "seed='a' was given; pass a whole number"),
-                (1.5, TypeError, "seed=1.5 was given; pass a whole number"),
-                (-1, ValueError, "seed=-1 was given; pass a number in [0, 2^61)"),
-                (2**61, ValueError, f"seed={2**61} was given; pass a number in [0, 2^61)"),
-            )
-        },
         **{
             f"a tensor of inference mode in {name}": (
                 ValueError,

@@ -185,11 +185,35 @@ def results(table: Any, *, everywhere: bool) -> dict[str, Row]:
     }
 
 
+def seeded(seed: Any, rates: tuple[float, float] = (0.1, 0.1)) -> Wrong:
+    """Return a call of a block that has another seed, or rate of dropout, on the last rank."""
+    return lambda mesh, here: sp.TransformerBlock(8, 2, comm=comm_of(mesh), dropout=rates[here])(
+        torch.ones(1, 1, 8),
+        sharding=sp.Sharding.contiguous(2, 2),
+        seed=seed if here else 3,
+    )
+
+
 EVERYWHERE: Table = {"ring": results(RESULTS, everywhere=True)}
 """Results that are wrong on every rank."""
 ON_ONE_RANK: Table = {
     "ring": {
         **results(RESULTS | DIFFERING, everywhere=False),
+        "another dropout": (
+            MISMATCH,
+            "a block with dropout=0.5",
+            seeded(3, (0.1, 0.5)),
+        ),
+        **{
+            f"the seed {seed!r}": (kind, text, seeded(seed))
+            for seed, kind, text in (
+                (None, ValueError, "seed=None was given"),
+                ("a", TypeError, "seed='a' was given; pass a whole number"),
+                (1.5, TypeError, "seed=1.5 was given; pass a whole number"),
+                (-1, ValueError, "seed=-1 was given; pass a number in [0, 2^61)"),
+                (2**61, ValueError, f"seed={2**61} was given; pass a number in [0, 2^61)"),
+            )
+        },
         "no inner": (
             MISMATCH,
             "inner",
