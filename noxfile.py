@@ -154,7 +154,7 @@ PROGRAMS = {
     "device": Program("Run the code for CUDA on a device that a compiler makes here.", "device"),
     "docs": Program(
         "Build the documentation into site/; a warning is an error.",
-        "mkdocs build --quiet",
+        "mkdocs build",  # with --quiet, mkdocs counts no warnings
         packages=("mkdocs-material", "mkdocstrings[python]", "ruff"),  # ruff folds signatures
         variables={"NO_MKDOCS_2_WARNING": "1"},
     ),
