@@ -56,7 +56,7 @@ class Traffic:
 class Attention:
     """Describe an attention problem: its sizes, and which results and gradients are wanted.
 
-    The schemes must accept the problem; for another one the functions here return any number.
+    Pass a problem that the schemes accept. For others the results mean nothing.
 
     Args:
         sharding, kv_sharding: which rank holds which queries, and which keys and values.

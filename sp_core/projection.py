@@ -1,6 +1,8 @@
 """Predict how quick each scheme and mesh is for a problem.
 
-Try: sp-core plan --seq 65536 --ranks 64 --heads 32 --link 9gbit,9us --flops 1e14
+An example:
+
+    sp-core plan --seq 65536 --ranks 64 --heads 32 --link 9gbit,9us --flops 1e14
 
 The problem is one layer of causal attention, forward and backward, split evenly
 (zigzag). Ranks fill nodes one after the other; neighbours along the axis of
@@ -27,7 +29,6 @@ and K, Ulysses sends uneven shares, or copies of keys and values: they count.
 
 import argparse
 import math
-import re
 import time
 import timeit
 from collections import defaultdict
@@ -39,14 +40,14 @@ import torch
 
 from sp_core import cost
 from sp_core.attention import local_attention
+from sp_core.link import Link, link_of
 from sp_core.mask import Mask
 from sp_core.schemes.heads import split_heads
 from sp_core.sharding import Sharding
 from sp_core.tuning import Tuning
 
 BACKWARD = 2.5  # backward has 5 products of matrices, forward 2
-PREFIXES = {"g": 1e9, "m": 1e6}
-SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+MEASURE = "measure this machine with sp-core doctor --measure, and do not set SP_TUNING=off"
 _COUNT: dict[str, Any] = {"type": int, "metavar": "N"}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--seq": {**_COUNT, "required": True, "help": "tokens"},
@@ -77,22 +78,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--show": {**_COUNT, "default": 10, "help": "lines (default: %(default)s)"},
 }
-
-
-@dataclass(frozen=True)
-class Link:
-    """Give the time of messages: one of n bytes takes `alpha + beta * n` seconds.
-
-    Args:
-        alpha: seconds of a message without bytes.
-        beta: seconds per byte.
-    """
-
-    alpha: float
-    beta: float
-
-    def __call__(self, nbytes: float, messages: int = 1) -> float:
-        return messages * self.alpha + nbytes * self.beta
 
 
 @dataclass(frozen=True)
@@ -235,7 +220,8 @@ def _exchange(problem: Problem, sent: Sequence[int]) -> float:
     """Return the seconds of the all-to-alls of one pass on the slowest rank.
 
     The rank at each place of a group sends `sent[place]` bytes, in two messages to each other rank
-    of its group. A group is consecutive ranks, which may be on any nodes.
+    of its group: one before the attention and one after it. A group is consecutive ranks, which may
+    be on any nodes.
     """
     ulysses, load = len(sent), defaultdict[int, float](float)
     parts = defaultdict[tuple[int, int], list[float]](list)
@@ -255,12 +241,12 @@ def _step(problem: Problem, ring: int, nbytes: Sequence[int]) -> float:
     """Return the seconds to pass a block on, of `nbytes[place]` bytes at each place of a group."""
     ulysses, per_node = len(nbytes), problem.per_node
     near = problem.node(max(nbytes)) if ring > 1 and per_node > ulysses else 0.0
-    away = ring > 1 and ring * ulysses > per_node
-    loads = (  # of each node, whose last ranks send to other nodes
-        sum(nbytes[rank % ulysses] for rank in range(stop - min(ulysses, per_node), stop))
-        for stop in range(per_node, problem.ranks + 1, per_node)
-    )
-    return max(near, problem.network(max(loads)) if away else 0.0)
+    load = defaultdict[int, int](int)
+    for rank in range(problem.ranks):
+        node, other = (place // per_node for place in (rank, (rank + ulysses) % problem.ranks))
+        if node != other:
+            load[node] += nbytes[rank % ulysses]
+    return max(near, problem.network(max(load.values())) if load else 0.0)
 
 
 def _around(compute: float, ring: int, step: float) -> float:
@@ -302,7 +288,7 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         if tuning is None or "node" not in tuning.links:
             raise ValueError(
                 "the speed inside a node is not known: pass --node-link RATE,LATENCY, such as "
-                "300gbit,2us, or measure this machine with sp-core doctor --measure."
+                f"300gbit,2us, or {MEASURE}."
             )
         inside = Link(tuning.alpha, tuning.beta)
     network = link_of(options.link)
@@ -324,34 +310,9 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         problem = replace(problem, flops=timed_flops(min(options.head_dim, 1024)))
         threads = torch.get_num_threads()
         assumed.append(f"the speed of attention in float32 here, with {threads} threads (--flops)")
-    if options.ranks_per_node > 1 and not options.node_link:
-        assumed.append("the links inside of a node as measured here (--node-link)")
+    if tuning is not None and options.ranks_per_node > 1 and not options.node_link:
+        assumed.append(f"the links inside of a node as measured on {_host(tuning)} (--node-link)")
     return "\n".join(_lines(problem, project(problem)[: options.show], assumed, tuning))
-
-
-def link_of(text: str) -> Link:
-    """Read a link, such as "25gbit,10us" or "400MB,1ms": rate per second, time of an empty message.
-
-    "b" and "bit" stand for bits, "B" for bytes. All other letters may be in either case.
-
-    Raises:
-        ValueError: the text is not a rate and a time like these.
-    """
-    found = re.fullmatch(
-        r"([\d.]+)([gm])(bit|b)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip(), re.IGNORECASE
-    )
-    try:
-        rate, prefix, unit, latency, scale = found.groups() if found else [""] * 5
-        per_second = float(rate) * PREFIXES[prefix.lower()] / (1 if unit == "B" else 8)
-        link = Link(float(latency) * SECONDS[scale.lower()], 1 / per_second)
-    except (KeyError, ValueError, ZeroDivisionError):
-        link = Link(math.inf, 0.0)
-    if not (link.alpha < math.inf and 0 < link.beta < math.inf):
-        raise ValueError(
-            f"link {text!r} was given; pass RATE,LATENCY such as 25gbit,10us or 400MB,1ms (b: "
-            "bits, B: bytes)."
-        )
-    return link
 
 
 def timed_flops(head_dim: int) -> float:
@@ -368,6 +329,11 @@ def timed_flops(head_dim: int) -> float:
         timer=time.perf_counter,
     )
     return 2 * seq_len**2 * heads * head_dim / min(seconds)
+
+
+def _host(tuning: Tuning) -> str:
+    """Return the name of the machine on which constants were measured."""
+    return tuning.fingerprint.get("host", "this machine")
 
 
 def _lines(
@@ -387,14 +353,11 @@ def _lines(
     for figure in assumed:
         yield f"Assumed, because it was not given: {figure}."
     if tuning is None:
-        yield (
-            "The error of these times is not known: measure this machine with "
-            "sp-core doctor --measure."
-        )
+        yield f"The error of these times is not known: {MEASURE}."
     else:
         median, worst = tuning.error
         yield (
             f"The model was off by {median:.0%} (median) and {worst:.0%} (95th percentile) for "
-            f"collectives of {len(tuning.nodes)} ranks on this machine. Beyond those it is an "
+            f"collectives of {len(tuning.nodes)} ranks on {_host(tuning)}. Beyond those it is an "
             "extrapolation: congestion, stragglers and other jobs are not in it."
         )

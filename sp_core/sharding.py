@@ -144,8 +144,8 @@ class Sharding(HashedOnce):
 
         Raises:
             ShapeError: a position that is owned twice, is negative, or is 2**62 or more.
-            TypeError: positions that are not whole numbers for each rank, or a list with one of
-                2**62 or more.
+            TypeError: positions that are not whole numbers for each rank; or one of 2**62 or more
+                that is not in a range or torch tensor.
         """
         positions = list(positions) if isinstance(positions, Iterable) else positions
         check(positions=positions)

@@ -248,6 +248,7 @@ def test_balanced_shares_the_work() -> None:
     assert documents.work("contiguous", 2, masks["1 documents"]) > 1.4
 
 
+@pytest.mark.mpi_skip
 @spmd(1)
 @meshed("ring", check="off")
 def test_what_is_counted_while_computing_is_what_the_cost_model_says(mesh: sp.Mesh) -> None:

@@ -45,8 +45,11 @@ def check(comm: Any, subject: Subject) -> None:
     "subject", UNDER_MPI if tier() == "mpi" else COMPARED, ids=lambda subject: subject.name
 )
 def test_ranks_that_differ_are_told_so_or_get_their_result(subject: Subject) -> None:
-    size = subject.ranks(subject.draw(subject.base, 1))
-    spmd(size)(lambda comm: check(comm, subject))()
+    @spmd(subject.ranks(subject.draw(subject.base, 1)))
+    def ranks_that_differ(comm: Any) -> None:
+        check(comm, subject)
+
+    ranks_that_differ()
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_a_backward_leaves_nothing_under_way(
         comm = sums._problem.comm
         window = comm.window
         assert window is not None
-        while mesh.rank == 0 and min(flag[0] for flag in window._others) <= window.begun:
+        while comm.rank == 0 and min(flag[0] for flag in window._others) <= window.begun:
             window.advance()
         return ARRIVED(sums)
 

@@ -9,9 +9,11 @@ from unittest import SkipTest, TestCase
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import assume, example, reproduce_failure, seed, settings, strategies as st
 from kit.failing import SEARCH, assert_fails, assert_told, failure_of, leads
 
+import sp_core as sp
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.outcome import RankFailure
 
@@ -76,6 +78,21 @@ def test_an_exit_of_one_rank_ends_the_session() -> None:
     with pytest.raises(pytest.exit.Exception, match="not here") as caught:
         body()
     assert caught.value.returncode == 77
+
+
+def test_an_exit_of_one_rank_in_a_mesh_ends_the_session() -> None:
+    """The others fail with `PeerFailed`, which only tells of it."""
+
+    @spmd(2)
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=2) as mesh:
+            if comm.rank == 0:
+                pytest.exit("done", returncode=3)
+            sp.all_reduce(torch.ones(3), comm=mesh["sp"])
+
+    with pytest.raises(pytest.exit.Exception, match="done") as caught:
+        body()
+    assert caught.value.returncode == 3
 
 
 def test_an_exit_of_one_rank_does_not_hide_the_failure_of_another() -> None:
@@ -155,6 +172,7 @@ def drawing(comm: Any, m: int) -> None: ...
         (given, generator, "generator is `async` or has a `yield`"),
         (given, drawing, "drawing has @given or @spmd already"),
         (spmd, drawing, "drawing has @given or @spmd already"),
+        (given, spmd(1)(cast("Any", failure_of)), "has @given or @spmd already"),
         (lambda: given(n=cast("Any", 3)), failure_of, "got n=3. Pass a strategy"),
         (lambda: given(cast("Any", "2")), failure_of, "got nprocs='2'. Pass a strategy"),
         *(

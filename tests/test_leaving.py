@@ -127,7 +127,7 @@ def of_a_program(comm: Any, work: Any) -> Callable[[], object]:
 def of_a_window(comm: Any, work: Any) -> Callable[[], object]:
     """Return the test of one step in shared memory."""
     window = Window(comm)
-    window._queue.append((0, [work]))
+    window._queue.append((0, [work], False))
     return window.advance
 
 

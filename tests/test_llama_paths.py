@@ -1,4 +1,4 @@
-"""Test which paths and files of a model folder are used, and that a scaling is kept as files do."""
+"""Test which paths and files of a model folder are used, and that a scaling is kept as in files."""
 
 import contextlib
 import errno

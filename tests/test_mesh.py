@@ -176,10 +176,11 @@ def test_equal_arguments_may_be_written_differently(comm: Any) -> None:
     algorithm = named if comm.rank else "all_gather=bruck,all_reduce=ring"
     lengths: Any = [np.uint8(200) if comm.rank else 200] * 2
     with sp.Mesh(comm, algorithm=algorithm, sp=two) as mesh:
-        mine = sp.reduce_scatter(torch.ones(400), comm=mesh["sp"], sizes=lengths)
         last: Any = np.int64(-1)
-        whole = sp.all_gather(mine, comm=mesh["sp"], sizes=tuple(lengths), dim=last)
-        assert whole.tolist() == [2.0] * 400
+        for several in (list, tuple):
+            mine = sp.reduce_scatter(torch.ones(400), comm=mesh["sp"], sizes=several(lengths))
+            whole = sp.all_gather(mine, comm=mesh["sp"], sizes=several(lengths), dim=last)
+            assert whole.tolist() == [2.0] * 400
 
 
 @pytest.mark.parametrize("others", ["call", "free", "end"])

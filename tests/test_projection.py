@@ -18,9 +18,10 @@ import torch
 import sp_core as sp
 from sp_core import cost, projection
 from sp_core.__main__ import main, make_parser
+from sp_core.link import Link, link_of
 from sp_core.machine import node_name
 from sp_core.mesh import fingerprint
-from sp_core.projection import Link, Problem, link_of, project
+from sp_core.projection import Problem, project
 from sp_core.schemes.hybrid import groups_of
 from sp_core.tuning import Curve, Tuning, default_path, save
 
@@ -86,6 +87,10 @@ BY_HAND = [
     (
         Problem(4, 1, 1, 1, 1, 1, 2, 1, NODE, NETWORK, 2.0),
         "allgather_kv 2 1 100 72; ring 2 1 114 86",
+    ),
+    (  # the second node has one rank; by the ring, rank 2 sends to rank 0 on its own node
+        Problem(8, 1, 2, 2, 1, 1, 4, 3, Link(0.0, 0.0), Link(0.0, 1.0), 16.0),
+        "hybrid 2 2 103 89; allgather_kv 4 1 158 144; ring 4 1 179.5 165.5",
     ),
     (  # two of three heads on one rank
         Problem(24, 1, 3, 3, 2, 2, 4, 4, Link(0.0, 0.0), Link(0.0, 0.0), 8.0),
@@ -199,7 +204,7 @@ def test_a_figure_of_this_machine_is_told_unless_it_was_given(
     sizes = ["plan", "--seq", "65536", "--ranks", "64", "--heads", "32", "--ranks-per-node", "2"]
     assert main([*sizes, "--head-dim", "4096", "--link", "25gbit,10us", *figures]) == 0
     assert timed.mock_calls == ([] if given else [call(1024)])  # wider heads would take longer
-    told = re.findall(r"Assumed.* here.*\((--[a-z-]+)\)", capsys.readouterr().out)
+    told = re.findall(r"Assumed.*\((--[a-z-]+)\)", capsys.readouterr().out)
     assert told == ([] if given else ["--flops", "--node-link"])
 
 
@@ -241,17 +246,17 @@ def test_a_plan_tells_times_bytes_and_what_is_not_known() -> None:
     """The table is the same whether the node's link was measured or passed as --node-link."""
     unknown = (
         "1 to a node.\nThe error of these times is not known: measure this machine with sp-core "
-        "doctor --measure."
+        "doctor --measure, and do not set SP_TUNING=off."
     )
     assert told("--link", "8gbit,1ms") == TOLD + unknown
     assert told("--link", "8gbit,1ms", "--seq", str(2**40)).endswith(unknown)  # the longest
     inside, sums = Curve(((8, 1e-3), (1 << 30, 1e-9 * (1 << 30)))), Curve(((8, 1.0),))
-    node = Tuning({}, (0,) * 4, {"node": inside}, sums, sums, error=(0.25, 0.5))
+    node = Tuning({"host": "a"}, (0,) * 4, {"node": inside}, sums, sums, error=(0.25, 0.5))
     measured = told("--ranks-per-node", "4", "--link", "1mbit,1s", tuning=node)
     assert measured.startswith(f"{TOLD}4 to a node.\n")
     assert measured.endswith(
         "The model was off by 25% (median) and 50% (95th percentile) for collectives of 4 ranks on "
-        "this machine. Beyond those it is an extrapolation: congestion, stragglers and other jobs "
+        "a. Beyond those it is an extrapolation: congestion, stragglers and other jobs "
         "are not in it."
     )
     given = told("--ranks-per-node", "4", "--link", "1mbit,1s", "--node-link", "1GB,1000000ns")

@@ -106,7 +106,8 @@ class Decoder:
             DtypeError: a model that has been converted, or a part of it; or a model of a half type
                 under autocast to another half type. On every rank.
             TypeError: a part that the model reads was replaced, or has hooks. On every rank. Or a
-                layer runs a block twice: on every rank of its stage, when it does.
+                layer runs blocks twice or more: on all ranks of its stage. Let the error leave the
+                block of the mesh, because other stages wait.
             CollectiveMismatch: ranks with different tokens. On every rank. No error adds tokens.
         """
         return self._run("prefill", tokens, self._spread)
@@ -253,8 +254,8 @@ class Decoder:
         def alike(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if layer in called:
                 raise TypeError(
-                    f"layers.{self.model.own[layer]} runs a block twice, and the cache has room "
-                    "for one block of each layer. Put each block into a layer of its own."
+                    f"layers.{self.model.own[layer]} runs blocks twice or more, and the cache has "
+                    "room for one run of each layer. Make more layers, each with one block."
                 )
             called.add(layer)
             return attend(layer, q.to(self.dtype), k, v)  # autocast lowers q, but not the cache

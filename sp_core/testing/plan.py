@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import hypothesis
 import pytest
@@ -140,7 +140,8 @@ class Spec:
         values = example.values
         with contextlib.suppress(Exception):  # values that cannot be copied are shared
             values = copy.deepcopy(values)
-        if (result := self.body(comm, **self.fixtures, **values)) is not None:
+        result = self.body(comm, **self.fixtures, **values)
+        if result is not None:
             raise TypeError(
                 f"{self.function.__name__} returned {shown(result)}. The body of a test must "
                 "return None: use `assert` to check a result."
@@ -165,10 +166,7 @@ def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Si
             it is a coroutine or generator, has @given or @spmd already, or asks for `subtests`.
     """
     if getattr(body, "is_hypothesis_test", False):
-        raise TypeError(
-            f"{body.__qualname__} has @given or @spmd already, by which each rank would draw "
-            "alone. Draw all arguments through one @given of sp_core.testing."
-        )
+        raise TypeError(f"{body.__qualname__} has @given or @spmd already. Use one of ours, once.")
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_kind(body) for is_kind in kinds):
         raise TypeError(
@@ -216,10 +214,12 @@ def leave(outcomes: Sequence[Outcome]) -> None:
     """Leave the test as all ranks did by pytest's skip or xfail, or one by exit if none failed."""
     skips = [outcome for outcome in outcomes if outcome.kind is Kind.SKIP]
     exits = [outcome for outcome in skips if outcome.type == "Exit"]
-    if exits and not {Kind.FAIL, Kind.MISMATCH} & {outcome.kind for outcome in outcomes}:
+    failures = {one.type for one in outcomes if one.kind in (Kind.FAIL, Kind.MISMATCH)}
+    if exits and failures <= {"PeerFailed"}:  # by which other ranks tell of the exit
         pytest.exit(exits[0].message, returncode=exits[0].returncode)
     if len(skips) == len(outcomes):
-        (pytest.xfail if skips[0].type == "XFailed" else pytest.skip)(skips[0].message)
+        way: Callable[..., NoReturn] = pytest.xfail if skips[0].type == "XFailed" else pytest.skip
+        way(skips[0].message)
 
 
 def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:

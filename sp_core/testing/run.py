@@ -36,8 +36,8 @@ class ThreadsHung(BaseException):
 def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = None) -> list[T]:
     """Run a body on every rank of a communicator whose ranks are threads.
 
-    If all ranks call pytest's `skip` or `xfail`, or one its `exit`, so does this function. If
-    Hypothesis' `assume` fails on a rank and no rank fails, this function rejects the example.
+    If all ranks call pytest's `skip` or `xfail`, or one its `exit` and none fails, so does this
+    function. If Hypothesis' `assume` fails on a rank and none fails, it rejects the example.
 
     The ranks begin with the context variables of this thread, and with its `torch.no_grad` or
     `torch.inference_mode`.

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from threading import Lock
 
 import torch
@@ -35,7 +36,7 @@ class Steps:
         self._steps = steps
         self._queue = queue
         self._streams = streams
-        self._inference = torch.is_inference_mode_enabled()
+        self._inference = torch.is_inference_mode_enabled()  # a poll may come from outside of it
         self._error: BaseException | None = None
 
     def test(self) -> bool:
@@ -59,7 +60,7 @@ class Steps:
             while self in self._queue:
                 first = self._queue[0]
                 try:
-                    with torch.inference_mode(first._inference):  # in which the transfer began
+                    with torch.inference_mode() if first._inference else nullcontext():
                         next(first._steps)
                 except StopIteration:
                     self._queue.popleft()

@@ -26,6 +26,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
@@ -139,7 +140,8 @@ class Window:
         self.begun = 0  # steps of all operations started so far
         self.made = 0  # steps that this rank has completed
         self._launched, self._advancing = 0, Lock()
-        self._queue: deque[tuple[int, Sequence[Work]]] = deque()  # to launch: (step, work)
+        # to launch: (step, work, whether it began in inference mode)
+        self._queue: deque[tuple[int, Sequence[Work], bool]] = deque()
         self._under_way: deque[Handle] = deque()  # launched steps that are not complete
         self._numbers = itertools.count()  # of allocations; the same on all ranks
         self._lent: dict[int, tuple[list[Tensor], list[StorageWeakRef]]] = {}  # on a device
@@ -168,9 +170,8 @@ class Window:
         self.memory.begin()
         told = self._in_order(partial(self._announce, what))
         self.begun += len(steps)
-        if torch.is_inference_mode_enabled():  # a later call may advance them outside of the mode
-            steps = [[torch.inference_mode()(item) for item in step] for step in steps]
-        self._queue.extend(enumerate(steps))
+        mode = torch.is_inference_mode_enabled()  # a later call may advance them outside of it
+        self._queue.extend((place, step, mode) for place, step in enumerate(steps))
         self.advance()
         return Transfer([partial(self._is_made, self.begun, what, told)], keep, after)
 
@@ -250,7 +251,7 @@ class Window:
                     self._mine[0] = self.made
                 if not self._queue:
                     return
-                place, step = self._queue[0]
+                place, step, inference = self._queue[0]
                 reached = self._launched if place else self._launched - 1
                 for flag in self._others:
                     if flag[0] < reached:
@@ -258,7 +259,8 @@ class Window:
                 self._queue.popleft()
                 self._launched += 1
                 try:
-                    self._under_way.append(self.memory.launch(step))
+                    with torch.inference_mode() if inference else nullcontext():
+                        self._under_way.append(self.memory.launch(step))
                 except BaseException:
                     self._under_way.append(Broken())
                     raise

@@ -21,8 +21,9 @@ from domains.folders import written
 from domains.models import DTYPES, SCHEMES, SMALL, architecture, case_of
 from domains.situations import folder_of
 from sp_core.__main__ import main
+from sp_core.link import link_of
 from sp_core.llama import Sampling, byte_tokenizer
-from sp_core.projection import Problem, link_of, project
+from sp_core.projection import Problem, project
 from sp_core.testing import device
 
 REFUSED = 2

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from llama_cases import Wrapped
 from refusals.calls import Table, Wrong, later
-from refusals.kinds import lowered, sending
+from refusals.kinds import halved, lowered, sending
 from refusals.models import CASE
 from refusals.training import HALVES, converted
 from torch import nn
@@ -331,6 +331,11 @@ ON_ONE_RANK: Table = {
             sp.CollectiveMismatch,
             "autocast=torch.bfloat16",
             lowered(decoded([[1], []])),
+        ),
+        "a decoder under autocast to two half types": (
+            sp.CollectiveMismatch,
+            "autocast=torch.float16",
+            halved(decoded([[1], []])),
         ),
         "a hook on a projection of a decoder": (
             TypeError,

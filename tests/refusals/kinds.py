@@ -130,6 +130,13 @@ def given(use: Callable[[Tensor, sp.Mesh], Any], change: Callable[[Tensor], Any]
 
 
 @later
+def halved(wrong: Wrong, mesh: sp.Mesh, here: bool) -> object:
+    """Make a call under autocast to bfloat16, on the last rank to float16."""
+    with torch.autocast("cpu", torch.float16 if here else torch.bfloat16):
+        return wrong(mesh, here)
+
+
+@later
 def transformed(
     transform: Callable[..., Any], x: Tensor, mesh: sp.Mesh, here: bool, *, outer: bool
 ) -> object:
