@@ -26,6 +26,7 @@ from sp_core.testing import run_threads, spmd
 
 SIZES = (64, 256, 1024, 4096)
 SOME = balance.workload()[::18]
+YES, NO = "reached", "not reached"
 LINEAR, QUADRATIC = [float(P) for P in SIZES], [1e-6 * P * P for P in SIZES]
 
 
@@ -350,9 +351,6 @@ def gathered(ranks: int, **milliseconds: float) -> dict[str, Any]:
         "beside": {**timed, gpu.GATHER: [3e-3] * 5},
         "missing": {"device": "it says no"},
     }
-
-
-YES, NO = "reached", "not reached"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from studies.commands import ROOT, output_of, outside
 
 ROOMS = (
-    ("errors", "findings", "machine"),
+    ("errors", "findings", "link", "machine"),
     ("compiling", "hashing", "kinds", "launch", "observer", "progress", "scratch", "segments"),
     ("arguments",),
     ("failing", "mask", "programs"),

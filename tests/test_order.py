@@ -282,9 +282,7 @@ def test_what_mpi_may_use_outlives_its_thread_and_is_settled_at_the_end(
 @pytest.mark.parametrize("check", ["agree", "off"])
 @spmd(2)
 @meshed(transport="window")
-def test_what_begins_in_inference_mode_goes_on_outside_of_it(
-    mesh: sp.Mesh, names: str, check: str
-) -> None:
+def test_a_call_of_inference_mode_ends_outside_of_it(mesh: sp.Mesh, names: str, check: str) -> None:
     """Nothing else may write tensors of that mode; a poll or later call may come from anywhere."""
     group, x, (carrier, algorithm) = mesh["sp"], torch.ones(4), names.split()
     group.transport = CARRIERS[carrier](group)

@@ -57,10 +57,10 @@ def memory_that_nobody_has_written_holds_nan() -> Iterator[None]:
 
 @pytest.mark.explore
 @EVERY_SCHEME
-@given(problem=attention_problems(), way=ways())
+@given(problem=attention_problems(), options=ways())
 @meshed(device=device)
 def test_a_scheme_gives_what_one_device_gives(
-    mesh: sp.Mesh, name: str, problem: AttentionProblem, way: Way
+    mesh: sp.Mesh, name: str, problem: AttentionProblem, options: Way
 ) -> None:
     check_attention(name, on(mesh, name), problem, mesh["sp"])
 
@@ -74,10 +74,12 @@ def some_ranks() -> st.SearchStrategy[tuple[int, ...]]:
 
 @pytest.mark.explore
 @EVERY_SCHEME
-@given(nprocs=st.deferred(some_ranks), max_examples=10, problem=attention_problems(17), way=ways())
+@given(
+    nprocs=st.deferred(some_ranks), max_examples=10, problem=attention_problems(17), options=ways()
+)
 @meshed(device=device)
 def test_ranks_have_no_other_names_than_their_places(
-    mesh: sp.Mesh, name: str, problem: AttentionProblem, way: Way
+    mesh: sp.Mesh, name: str, problem: AttentionProblem, options: Way
 ) -> None:
     """Communicators hold the world's ranks in any order, with and without the world's rank 0."""
     check_attention(name, on(mesh, name), problem, mesh["sp"])

@@ -29,14 +29,14 @@ def meshed(
         axes: other axes and their lengths. They may also be the test's argument `axes`.
         device: is called on each rank and returns the device of the mesh.
         options: more options of the mesh. Those in FROM_TEST come from the test's arguments, too,
-            and all those in an argument `way`.
+            and all those in an argument `options`.
     """
 
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
         def on_mesh(comm: Any, **given: Any) -> None:
             own = {name: given[name] for name in FROM_TEST if name in given}
-            own |= {**given.get("way", {}), **given.get("axes", axes or {axis: comm.size})}
+            own |= {**given.get("options", {}), **given.get("axes", axes or {axis: comm.size})}
             with sp.Mesh(comm, device=device(), **options, **own) as mesh:
                 body(mesh, **given)
 
