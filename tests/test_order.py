@@ -281,21 +281,22 @@ def test_what_mpi_may_use_outlives_its_thread_and_is_settled_at_the_end(
 @pytest.mark.parametrize("names", ["host mpi", "staged mpi", "pipelined mpi", "host window"])
 @pytest.mark.parametrize("check", ["agree", "off"])
 @spmd(2)
-@meshed(transport="window")
-def test_a_call_of_inference_mode_ends_outside_of_it(mesh: sp.Mesh, names: str, check: str) -> None:
+def test_a_call_of_inference_mode_ends_outside_of_it(comm: Any, names: str, check: Any) -> None:
     """Nothing else may write tensors of that mode; a poll or later call may come from anywhere."""
-    group, x, (carrier, algorithm) = mesh["sp"], torch.ones(4), names.split()
-    group.transport = CARRIERS[carrier](group)
-    with torch.inference_mode():
-        begun = [
-            sp.all_reduce_start(x, comm=group, algorithm="ring"),
-            sp.all_reduce_start(2 * x, comm=group, op="max", algorithm=algorithm),
-            sp.broadcast_start(2 * x, comm=group, algorithm=algorithm),
-            sp.all_reduce_start(x, comm=group, algorithm=algorithm),
-        ]
-    group._comm.Barrier()  # now every rank has begun, and one has not yet received
-    begun.append(sp.all_reduce_start(x, comm=group, algorithm=algorithm))
-    assert [each.wait().sum().item() for each in begun] == [8.0] * 5
+    x, (carrier, algorithm) = torch.ones(4), names.split()
+    with sp.Mesh(comm, transport="window", check=check, sp=2) as mesh:
+        group = mesh["sp"]
+        group.transport = CARRIERS[carrier](group)
+        with torch.inference_mode():
+            begun = [
+                sp.all_reduce_start(x, comm=group, algorithm="ring"),
+                sp.all_reduce_start(2 * x, comm=group, op="max", algorithm=algorithm),
+                sp.broadcast_start(2 * x, comm=group, algorithm=algorithm),
+                sp.all_reduce_start(x, comm=group, algorithm=algorithm),
+            ]
+        comm.Barrier()  # now every rank has begun, and one has not yet received
+        begun.append(sp.all_reduce_start(x, comm=group, algorithm=algorithm))
+        assert [each.wait().sum().item() for each in begun] == [8.0] * 5
 
 
 PLANNED: dict[str, dict[str, Any]] = {
