@@ -197,6 +197,7 @@ class World:
         waiting: for each waiting rank, a description of its wait, and whether it waits only for
             other ranks to end.
         away: the ranks that have ended.
+        ended: for each rank an event, set when its function has come to its end.
         stopped: whether all ranks must end.
     """
 
@@ -208,6 +209,7 @@ class World:
         self.waiting: dict[int, tuple[str, bool]] = {}
         self._doomed: dict[int, str] = {}
         self.away: set[int] = set()
+        self.ended = [threading.Event() for _ in range(size)]
         self.kept: dict[Any, Any] = {}
         self.stopped = False
 
@@ -237,6 +239,7 @@ class World:
         with self.lock:
             self.away.add(rank)
             self.touch(range(self.size))
+        self.ended[rank].set()
 
     def sleep(self, rank: int, seen: int, what: str, ending: bool) -> None:
         """Wait until something has changed for this rank since its version `seen`.

@@ -112,7 +112,7 @@ def run_ranks(
         thread.sink, family = sink, Family()
         try:
             if world.stopped:  # before this rank has begun
-                return
+                raise Stopped
             comm = ThreadComm(ThreadCarrier(world, "comm", rank, range(size)), family)
             if torch:
                 # all backward passes on a GPU share one thread; ranks would block each other there
@@ -202,8 +202,8 @@ def _run_all(world: World, ranks: Sequence[threading.Thread], timeout: float) ->
         with _on_one_core():
             for rank in ranks:
                 rank.start()
-        for rank in ranks:
-            rank.join(max(deadline - time.monotonic(), 0.0))
+        for number, rank in enumerate(ranks):
+            _join(world, number, rank, deadline - time.monotonic())
     except BaseException:
         _end(world, ranks)
         raise
@@ -239,6 +239,16 @@ def _end(world: World, ranks: Sequence[threading.Thread]) -> list[int]:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(rank.ident or 0), ctypes.py_object(Stopped)
             )
-        for rank in begun.values():
-            rank.join(GRACE_SECONDS / 2)
+        for number, rank in begun.items():
+            _join(world, number, rank, GRACE_SECONDS / 2)
     return blame
+
+
+def _join(world: World, number: int, rank: threading.Thread, seconds: float) -> None:
+    """Wait until a rank's thread has ended.
+
+    A signal that raises an exception in `join` makes Python take a running thread for ended. So
+    `join` is called at the very end of the thread only.
+    """
+    if world.ended[number].wait(max(seconds, 0.0)):
+        rank.join(GRACE_SECONDS)
