@@ -5,12 +5,10 @@ from fractions import Fraction
 from functools import partial
 from inspect import signature
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from kit.meshed import meshed
 from llama_cases import Case, Damaged
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,14 +151,3 @@ def test_a_gpu_chooses_a_token_that_is_possible(rule: Sampling, chosen: set[int]
     logits = F.pad(possible, (0, 3), value=-torch.inf).as_subclass(OnGpu)
     with AsCuda():  # type: ignore[no-untyped-call]
         assert rule.choose(logits, rule.random(0)) in chosen
-
-
-@spmd(2)
-@meshed("tp")
-def test_the_tokenizer_of_the_first_rank_decides_where_a_text_ends(mesh: sp.Mesh) -> None:
-    """The other rank's tokenizer never finds the stop string."""
-    tokenizer = Mock(decode=lambda tokens, **given: "xy"[mesh.rank])
-    model = Case((6, 3), dtype="float32", hidden=24).model(mesh)
-    given: dict[str, Any] = {"max_tokens": 4, "stop": (), "stop_strings": ("x",)}
-    (text,) = generate(model, [[1, 5, 3]], tokenizer=tokenizer, **given)
-    assert len(text) == 1
