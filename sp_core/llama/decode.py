@@ -248,8 +248,7 @@ class Decoder:
         """Return a `Pass` of one row (1, S): the new tokens with the indices `places`."""
         where = [new.positions[place] % cache.slot for place in places]
         tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
-
-        called = set[int]()
+        called = set[int]()  # the layers whose keys and values the cache has
 
         def alike(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if layer in called:
