@@ -235,12 +235,13 @@ def test_the_quickest_right_scheme_of_each_layout_is_judged(
     times = {f"ring/{layout}": quickest for layout in documents.LAYOUTS}
     times |= {f"slow/{layout}": 9.0 for layout in documents.LAYOUTS}
     times |= {documents.IDEAL: 1.0, documents.ALONE: 2.0, **others}
-    checks = {
-        name: {"status": "wrong" if faulty in name else "ok"} for name in times if "/" in name
-    }
+    bad = {name for name in times if faulty in name}
+    checks = {one: {"status": "wrong" if one in bad else "ok"} for one in times if "/" in one}
     samples = {name: [seconds] * 3 for name, seconds in times.items()}
     launch = {"ranks": 2, "mask": mask, "checks": checks, "samples_s": samples}
     assert len(wrong(documents, launch)) == complaints
+    shown = next(x for x in documents.show({"launches": [launch]}) if isinstance(x, tables.Table))
+    assert {row[1] for row in shown.rows} == {*times} - bad
 
 
 def test_balanced_shares_the_work() -> None:

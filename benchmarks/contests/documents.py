@@ -137,16 +137,17 @@ def lines(name: str, samples: Record, size: int) -> Iterator[Requirement]:
 
 
 def show(document: Record) -> Iterator[Part]:
-    """Yield the times of all contestants, the requirements, and a complaint for each fault."""
+    """Yield the times of all right contestants, requirements, and a complaint for each fault."""
     for size in sorted({launch["ranks"] for launch in document["launches"]}):
         rows, needed = [], list[Requirement]()
         for found in (one for one in document["launches"] if one["ranks"] == size):
-            name, samples = found["mask"], found["samples_s"]
+            name = found["mask"]
+            bad = {one: x for one, x in found["checks"].items() if x["status"] != "ok"}
+            samples = {one: x for one, x in found["samples_s"].items() if one not in bad}
             for one, seconds in sorted(samples.items(), key=lambda x: statistics.median(x[1])):
                 ms = f"{1e3 * statistics.median(seconds):.2f}"
                 rows.append((name, one, ms, str(ratio(seconds, samples[IDEAL]))))
-            bad = {one: x for one, x in found["checks"].items() if x["status"] != "ok"}
-            needed += lines(name, {one: x for one, x in samples.items() if one not in bad}, size)
+            needed += lines(name, samples, size)
             yield from (Wrong(f"{name}, {one}, P = {size}: {x}") for one, x in bad.items())
         yield make(f"P = {size}", ("mask", "contestant", "ms", f"time / {IDEAL}"), rows)
         yield requirements(f"required, P = {size}", needed)
