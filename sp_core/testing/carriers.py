@@ -196,7 +196,6 @@ class World:
         kept: the objects that `shared` has stored, by key.
         waiting: for each waiting rank, a description of its wait, and whether it waits only for
             other ranks to end.
-        away: the ranks that have ended.
         ended: for each rank an event, set when its function has come to its end.
         stopped: whether all ranks must end.
     """
@@ -208,7 +207,6 @@ class World:
         self.versions = [0] * size
         self.waiting: dict[int, tuple[str, bool]] = {}
         self._doomed: dict[int, str] = {}
-        self.away: set[int] = set()
         self.ended = [threading.Event() for _ in range(size)]
         self.kept: dict[Any, Any] = {}
         self.stopped = False
@@ -237,9 +235,8 @@ class World:
     def leave(self, rank: int) -> None:
         """Note that a rank has ended. Ranks that wait for it may then be in a deadlock."""
         with self.lock:
-            self.away.add(rank)
+            self.ended[rank].set()
             self.touch(range(self.size))
-        self.ended[rank].set()
 
     def sleep(self, rank: int, seen: int, what: str, ending: bool) -> None:
         """Wait until something has changed for this rank since its version `seen`.
@@ -267,7 +264,8 @@ class World:
                 raise Mismatched(self._doomed.pop(rank))
 
     def _find_deadlock(self) -> None:
-        if len(self.waiting) + len(self.away) < self.size or self._doomed:
+        ended = sum(event.is_set() for event in self.ended)
+        if len(self.waiting) + ended < self.size or self._doomed:
             return
         table = "".join(
             f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self.waiting.items())

@@ -230,7 +230,9 @@ def _end(world: World, ranks: Sequence[threading.Thread]) -> list[int]:
     """
     world.stopped = True  # a rank that begins from now on does nothing
     begun = {number: rank for number, rank in enumerate(ranks) if rank.ident}
-    blame = sorted(begun.keys() - world.away - world.waiting.keys())
+    blame = sorted(
+        number for number in begun.keys() - world.waiting if not world.ended[number].is_set()
+    )
     world.stop()
     for _ in range(2):
         # twice, because Python drops an exception raised in the callback of a weak reference
