@@ -6,7 +6,7 @@ the plain kernel below, written in torch operations. `backend_for` chooses. Shap
 
 Facts about the fused kernels of torch 2.13 that the rest of the package relies on:
 - CPU flash: float64 down to float16; takes K < H; causal is top-left aligned, and NaN for a scale
-  that is not positive. The additive mask must have q's dtype: a float32 mask for float64 is read
+  that is not positive. Without a mask and with few keys (see FEW_KEYS), scores of NaN give 0. The additive mask must have q's dtype: a float32 mask for float64 is read
   wrongly, without an error. A tensor whose last dim is not contiguous is read wrongly, too. Zero
   queries, keys or heads end the process with SIGFPE. The backward sums dk and dv in their dtype.
 - CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked. bfloat16 needs
@@ -39,6 +39,8 @@ FUSED = {"cuda"}
 Strip = tuple[slice, slice, Tensor | None]
 """(queries, keys, bool mask (queries, keys) of visible pairs). None: every pair is visible."""
 
+FEW_KEYS = 16
+"""Below this number of keys, the CPU flash kernel without a mask takes a row of NaN for unseen."""
 SCORES, CPU_SCORES = 1 << 26, 1 << 20
 """The most elements of q k^T that the plain kernel holds at a time: on a GPU, and on a CPU.
 CPU_SCORES elements fit into a CPU's cache."""
@@ -216,8 +218,11 @@ def forward(
         # the kernel hides keys before it scales the scores, but its backward after that
         if kind == "causal" and scale <= 0:  # q * 0.0 keeps NaN
             q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
+        mask = _additive(allowed, q.dtype)
+        if mask is None and k.shape[2] < FEW_KEYS:
+            mask = q.new_zeros(q.shape[2], k.shape[2])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
+            q, k, v, 0.0, kind == "causal", attn_mask=mask, scale=scale
         )
         return out, lse
     return cuda.forward(backend, q, k, v, kind == "causal", allowed, scale)
