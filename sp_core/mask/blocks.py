@@ -266,7 +266,7 @@ def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> I
     high, last = (q.amax(1) - kv.amin(1)).tolist()
     if low > greatest or high < least or not first <= 0 <= last:
         return
-    if least <= low and high <= greatest and mask.documents is None:
+    if least <= low and high <= greatest and first == 0 == last:
         yield _full(rows, columns)
     elif max(len(rows), len(columns)) <= CHUNK:
         pairs = int(mask.allowed(q[0], kv[0]).sum())
