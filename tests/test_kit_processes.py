@@ -12,10 +12,10 @@ from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
-from studies.commands import outside
+from studies.commands import outside, program
 from test_kit_deaths import assert_ended, wait_for
 
-from sp_core.launch import deaths
+from sp_core.launch import command, deaths
 from sp_core.launch.deaths import shared_files
 
 
@@ -177,3 +177,34 @@ def test_ranks_handle_a_signal_to_the_launcher_before_they_are_killed(
             launcher.terminate()
     assert (tmp_path / "saved").exists()
     assert_ended(pids)
+
+
+TYPED = "from mpi4py import MPI; MPI.COMM_WORLD.rank or print(input() + '!')"
+TERMINAL = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
+"""A program that runs a command in a terminal, where it types what the program reads."""
+
+
+@pytest.mark.every_mpi
+@pytest.mark.starts_mpi
+@pytest.mark.mpi_skip
+def test_rank_0_reads_what_is_typed_at_a_terminal() -> None:
+    start = (sys.executable, "-m", "sp_core", "run", "-n", "2", "--", "python", "-c", TYPED)
+    done = subprocess.run(
+        (sys.executable, "-c", TERMINAL, *start),
+        input=b"hello\n",
+        env=outside(),
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.count(b"hello!") == 1
+
+
+@pytest.mark.mpi_skip
+def test_a_launcher_whose_mpiexec_is_killed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mpiexec = program(tmp_path / "mpiexec", "kill -9 $$")
+    monkeypatch.setattr(command, "find_mpiexec", lambda: mpiexec)
+    assert command.run(2, ["true"], timeout=60) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == "a signal has killed mpiexec: 9\n"

@@ -24,6 +24,7 @@ from pathlib import Path
 from sp_core.launch import results, watch
 from sp_core.launch.deaths import Deaths, kill_session, shared_files
 from sp_core.launch.signals import on_ending, signals_held_back
+from sp_core.launch.terminal import typed
 from sp_core.launch.watch import HOST, IN_FLIGHT, RESULT, RUN_DIR, STARTED, this_host
 from sp_core.machine import home_or, leave_step, temporary_folder
 
@@ -188,13 +189,17 @@ class Launch:
         if "-x" in mpi_args and ENV_LIST not in os.environ:  # Open MPI 4 refuses to take both
             del env[ENV_LIST]
             mpi_args = [*mpi_args, "-x", RUN_DIR, "-x", HOST]
+        terminal = typed()  # Open MPI's mpiexec does not read one of another session
         self.process = subprocess.Popen(
             [find_mpiexec(), *mpi_args, "-n", str(ranks), *words],
             env=env,
             start_new_session=True,
+            stdin=terminal,
             stdout=output,
             stderr=output,
         )
+        if terminal is not None:
+            os.close(terminal)
         self._files: set[Path] = set()
         self._next_search = 0.0
 
@@ -284,7 +289,8 @@ def _tell(launch: Launch, reason: str, ended: int | None) -> None:
         text = "all ranks have ended; the processes that they have left are ended, too"
         print(text, file=sys.stderr, flush=True)
     elif ended and not (launch.run_dir / STARTED).exists():
-        print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
+        killed = [f"a signal has killed mpiexec: {-ended}"] * (ended < 0)
+        print(*launch.deaths.suspects(), *killed, sep="\n", file=sys.stderr, flush=True)
 
 
 def run(
@@ -343,7 +349,8 @@ def run(
                 if launch:
                     launch.end()
         told = int(result.read_text() or 0) if result.exists() and not reason else 0
-        return told or abs(ended or int(bool(reason)))
+        ended = 128 - ended if ended and ended < 0 else ended
+        return told or ended or int(bool(reason))
 
 
 def main(
