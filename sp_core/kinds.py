@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -52,6 +53,14 @@ def _each(fits: Callable[[Any], bool], refused: type = str) -> Callable[[Any], b
 def _are_positions(value: Any) -> bool:
     has_dims = getattr(value, "ndim", None) != 0  # a list has none to ask for
     return isinstance(value, Collection) and not isinstance(value, str) and has_dims
+
+
+def _is_communicator(value: Any) -> bool:
+    """Return whether `Mesh` can split this communicator; it cannot split one of an MPI session."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and isinstance(value, mpi.Comm) and not mpi.Is_initialized():
+        return False
+    return hasattr(value, "Split") and bool(value) and getattr(value, "is_inter", None) is not True
 
 
 def _has_step(value: Any) -> bool:
@@ -151,8 +160,9 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "tokenizer": (lambda x: x is None or hasattr(x, "to_str"), "a Tokenizer, or None"),
     "comm": (
-        lambda x: hasattr(x, "Split") and bool(x) and getattr(x, "is_inter", None) is not True,
-        "an intracommunicator of mpi4py that is neither null nor freed, such as MPI.COMM_WORLD; "
+        _is_communicator,
+        "an intracommunicator of mpi4py that is neither null nor freed, after MPI.Init(), such as "
+        "MPI.COMM_WORLD; "
         "or, after init_process_group(), a ProcessGroup, a DeviceMesh, or None for all ranks. Call "
         "Mesh on the mesh's own ranks only",
     ),

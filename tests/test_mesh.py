@@ -358,7 +358,8 @@ def test_errors_end_all_ranks_of_a_subclass_of_the_communicators_of_mpi(
     """
     kind = type("Comm", (MagicMock,), {"Split": None})
     world, given = kind(rank=1, size=2), type("Own", (kind,), {})(rank=0, size=size)
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(Comm=kind, COMM_WORLD=world))
+    mpi = SimpleNamespace(Comm=kind, COMM_WORLD=world, Is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
     monkeypatch.setattr("sp_core.failing.watch_over", watch_over := Mock())
     _ranks_of(given, {})
     most = given if size > 2 else world
@@ -369,6 +370,9 @@ def test_errors_end_all_ranks_of_a_subclass_of_the_communicators_of_mpi(
     given.__bool__.return_value = False
     stop(4)
     world.Abort.assert_called_with(4)
+    mpi.Is_initialized = lambda: False  # so it is a communicator of an MPI session
+    with pytest.raises(TypeError, match=r"after MPI.Init\(\)"):
+        _ranks_of(given, {})
 
 
 @spmd(2)
