@@ -2,7 +2,8 @@
 
 Every rank applies such a layer to its own tokens, so the gradient that a rank computes for a weight
 covers only these. The backward sums gradients over the ranks: after `loss.backward()` on all ranks
-every rank holds the gradient of the sum of all ranks' losses, and equal weights stay equal.
+every rank holds the gradient of the sum of all ranks' losses, and equal weights stay equal. Only
+uses in the layer's `forward` are summed, not a term of the loss that reads a weight itself.
 """
 
 from typing import cast
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from sp_core.arguments import check_communicator, check_kept, check_positive, check_tensor
 from sp_core.collectives.build import SUMMABLE
@@ -75,7 +77,7 @@ class ReplicatedLayer(nn.Module):
             ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
                 input or weights are wrong.
             ValueError: on every rank, if x was made in `torch.inference_mode()` and weights require
-                a gradient.
+                a gradient, or if weights are parametrized and torch's `parametrize.cached` is on.
             CollectiveMismatch: on every rank, if settings of the layer, shape, dtype or
                 requires_grad of the weights, the dtype or requires_grad of x, autocast, or the
                 sharding differ between ranks.
@@ -93,6 +95,12 @@ class ReplicatedLayer(nn.Module):
                     raise TypeError(
                         f"{kind}.{name} is a {type(part).__name__}, which communicates; needed is "
                         f"a layer that does not, such as nn.Linear. Replace the {kind} instead."
+                    )
+                if parametrize._cache_enabled and parametrize.is_parametrized(part):
+                    raise ValueError(
+                        f"{kind}: {name or 'it'} has a parametrization, and parametrize.cached() "
+                        "may hold an earlier weight, whose gradient the ranks do not sum. Call "
+                        "the layer outside of parametrize.cached()."
                     )
             for name, weight in held.items():
                 if weight.requires_grad or self._multiplies(name, hooked=False):

@@ -1,6 +1,7 @@
 """List wrong calls of layers with replaced parts, of attention in Ulysses, and of gradients."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,8 @@ from oracle.changed_parts import CHANGES, Scaled
 from refusals.calls import Row, Table, Wrong, attention, comm_of, later
 from refusals.kinds import lowered, sending
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 import sp_core as sp
 from sp_core.nn.gradients import reduce_gradients
@@ -23,6 +26,12 @@ def replaced(part: Callable[[sp.Communicator], nn.Module], mesh: sp.Mesh, here: 
     if here:
         layer.set_submodule("up", part(comm_of(mesh)))
     return layer(torch.ones(1, 2, 4))
+
+
+def cached(mesh: sp.Mesh, here: bool) -> object:
+    """Call a layer whose part is parametrized, on a rank inside of `parametrize.cached`."""
+    with parametrize.cached() if here else nullcontext():
+        return replaced(lambda _: weight_norm(nn.Linear(4, 16)))(mesh, here)
 
 
 def scaled(_: sp.Communicator, dtype: torch.dtype) -> nn.Module:
@@ -308,6 +317,11 @@ ON_ONE_RANK: Table = {
             TypeError,
             "FeedForward.up.1 is a RMSNorm, which communicates; needed is",
             replaced(lambda comm: nn.Sequential(nn.Linear(4, 16), sp.RMSNorm(16, comm=comm))),
+        ),
+        "a part of a layer whose weight may be an old one": (
+            ValueError,
+            "FeedForward: up has a parametrization, and parametrize.cached() may hold",
+            cached,
         ),
         **{
             f"a part of a layer with a weight of {dtype}": (
