@@ -7,11 +7,13 @@ failed, and it reports the first rank that exits as the cause, which may be anot
 
 import atexit
 import io
+import multiprocessing
 import os
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,6 +22,7 @@ from typing import Any
 from sp_core import progress
 from sp_core.errors import AGREED, PeerFailed, short_text
 from sp_core.launch.watch import exit_code
+from sp_core.machine import started_tasks
 
 GRACE_SECONDS = 2.0
 """Time in which the other ranks can print their errors, before all ranks are ended."""
@@ -39,6 +42,7 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
     An error that ends a thread or an atexit function counts as well.
     This sets `sys.excepthook`, `threading.excepthook` and `sys.unraisablehook`. An error that the
     program catches ends nothing. In programs of one rank, and in a second call, nothing is set.
+    Warn if the launcher has started more ranks than the program has.
 
     Args:
         rank: number of this process in its program.
@@ -47,6 +51,13 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
             launcher then ends the other ranks (torchrun).
     """
     global hooked, _head, _pid, _stop
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if size < (tasks := int(os.environ["WORLD_SIZE"]) if by_torchrun else started_tasks()):
+        warnings.warn(
+            f"the launcher has started {tasks} ranks, but MPI knows {size}, so each part computes "
+            "alone. Start with this MPI's own mpiexec; under torchrun write Mesh(None, ...).",
+            stacklevel=4,
+        )
     if not isinstance(sys.exc_info()[1], SystemExit):  # the program has caught an earlier one
         atexit.unregister(end)
     if hooked or size == 1:
@@ -68,6 +79,14 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = ended, thread_ended, unraisable
     progress.settle_at_exit(SETTLE_SECONDS)
+
+
+def leave(code: int) -> None:
+    """End this process at once, but first its daemonic children, as Python does in `atexit`."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.terminate()
+    os._exit(code)
 
 
 def end(error: BaseException, tell: Callable[[], Any]) -> None:

@@ -323,7 +323,7 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
 
     comm = groups.communicator_of(given)
     arguments.check(comm=comm or given)
-    failing.watch_over(distributed.get_rank(), distributed.get_world_size(), stop=os._exit)
+    failing.watch_over(distributed.get_rank(), distributed.get_world_size(), failing.leave)
     if not axes and (names := getattr(given, "mesh_dim_names", None)):
         axes = dict(zip(names, given.shape, strict=True))
     return cast("Intracomm", comm), axes

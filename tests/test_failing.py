@@ -4,6 +4,7 @@
 """
 
 import io
+import multiprocessing
 import os
 import sys
 import threading
@@ -102,6 +103,28 @@ def test_hooks_are_set_once_and_for_several_ranks(usual: list[Mock]) -> None:
     assert all(one != other for one, other in zip(ours, usual, strict=True))
     failing.watch_over(0, 3, Mock())
     assert (set_now(), failing._stop) == (ours, stop)
+
+
+@pytest.mark.parametrize(
+    "launcher", [{"PMI_SIZE": "4"}, {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}]
+)
+def test_ranks_that_mpi_does_not_know_are_told(
+    launcher: dict[str, str], usual: list[Mock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would compute P times the same, such as under the mpiexec of another MPI."""
+    monkeypatch.setattr(os, "environ", launcher)
+    with pytest.warns(UserWarning, match="has started 4 ranks, but MPI knows 1"):
+        failing.watch_over(0, 1, Mock())
+    failing.watch_over(0, 4, Mock())
+
+
+def test_a_rank_that_leaves_ends_its_daemonic_children(substitute: Any) -> None:
+    children = [Mock(daemon=True), Mock(daemon=False)]
+    substitute(multiprocessing, active_children=lambda: children)
+    substitute(os, _exit=(leave := Mock()))
+    failing.leave(3)
+    assert [child.terminate.call_count for child in children] == [1, 0]
+    leave.assert_called_once_with(3)
 
 
 def told(error: BaseException | None, text: str | None = None) -> Any:
