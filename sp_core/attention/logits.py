@@ -95,7 +95,8 @@ class Logits:
         if unknown:
             raise TypeError(
                 f"{', '.join(unknown)} was given, which no attention takes. Pass a mask as "
-                "mask=Mask(causal=True); the terms of the logits are softcap, sinks and alibi."
+                "mask=Mask(causal=True). Terms of the logits are softmax_scale, softcap, sinks and "
+                "alibi. No attention has dropout."
             )
         if isinstance(alibi, Tensor):
             if alibi.requires_grad:

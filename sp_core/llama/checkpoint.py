@@ -351,7 +351,7 @@ def _check_empty(target: Path, draft: Path) -> None:
     entries = target.iterdir() if target.is_dir() else [target] * target.exists()
     if found := sorted({*entries} - {draft}):
         full = f"{target} is there already, and is no empty folder: see {found[0]}"
-        raise CheckpointError(f"{full}. Delete it, or save elsewhere.")
+        raise CheckpointError(f"{full}. Save into a new folder, or empty this one.")
 
 
 def _begin(target: Path, draft: Path) -> None:

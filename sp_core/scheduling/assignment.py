@@ -274,7 +274,7 @@ def contiguous(lengths: Sequence[int], size: int, work: Work) -> Assignment:
 
 
 def round_robin(lengths: Sequence[int], size: int, work: Work) -> Assignment:
-    """Plan that rank r computes the sequences r, r + size, ..., whatever their lengths.
+    """Plan that rank r computes the sequences r, r + size, ..., whatever their lengths and `work`.
 
     Raises:
         ShapeError: a negative length, or size below 1.
