@@ -6,10 +6,10 @@ the plain kernel below, written in torch operations. `backend_for` chooses. Shap
 
 Facts about the fused kernels of torch 2.13 that the rest of the package relies on:
 - CPU flash: float64 down to float16; takes K < H; causal is top-left aligned, and NaN for a scale
-  that is not positive. Without a mask and with few keys (see FEW_KEYS), scores of NaN give 0. The
-  additive mask must have q's dtype: a float32 mask for float64 is read wrongly, without an error. A
-  tensor whose last dim is not contiguous is read wrongly, too. Zero queries, keys or heads end the
-  process with SIGFPE. The backward sums dk and dv in their dtype.
+  that is not positive. With no mask and few keys (FEW_KEYS), scores of NaN give 0. The additive
+  mask must have q's dtype: a float32 mask for float64 is read wrongly, without an error. A tensor
+  whose last dim is not contiguous is read wrongly, too. Zero queries, keys or heads end the process
+  with SIGFPE. The backward sums dk and dv in their dtype.
 - CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked. bfloat16 needs
   compute capability 8.0.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, takes
@@ -222,9 +222,8 @@ def forward(
         mask = _additive(allowed, q.dtype)
         if mask is None and k.shape[2] < FEW_KEYS:
             mask = q.new_zeros(q.shape[2], k.shape[2])
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, kind == "causal", attn_mask=mask, scale=scale
-        )
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = kernel(q, k, v, 0.0, kind == "causal", attn_mask=mask, scale=scale)
         return out, lse
     return cuda.forward(backend, q, k, v, kind == "causal", allowed, scale)
 

@@ -144,8 +144,8 @@ def next_token_loss(
             rank gets only a summand of their gradient, and the backward of these functions sums.
         labels: int64 (...), indices in the whole vocabulary, or `IGNORED`; equal on the ranks of
             `tensor`.
-        tensor: the T ranks that split the vocabulary and have the same tokens; `mesh[()]`, this rank
-            alone, if none do.
+        tensor: the T ranks that split the vocabulary and have the same tokens; if none do,
+            `mesh[()]`, this rank alone.
         data: the ranks that have different tokens.
         count: the divisor of the sum over tokens, equal on every rank, at least 1; None for the
             number of valid labels of all ranks. For several micro-batches pass the number of valid
