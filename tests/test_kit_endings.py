@@ -131,11 +131,26 @@ def test_mpiexec_may_run_a_moment_longer_than_its_ranks(
     assert launch.ended() == expected
 
 
+def test_a_file_that_appears_in_shared_memory_is_searched_for_at_once_and_again(
+    launch: Any, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command_module, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(command_module, "shared_files", search := Mock(return_value=set()))
+    searches = []
+    for poll in range(7):
+        (tmp_path / "mpich_shm_1").touch() if poll == 3 else None
+        launch.trouble(0.0)
+        clock.now += 1 / 64
+        searches.append(search.call_count)
+    assert searches == [1, 1, 1, 2, 3, 3, 3]
+
+
 def test_files_are_searched_for_at_most_a_fiftieth_of_the_time(
     launch: Any, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A search takes 0.001 s, then 0.1 s. All files that were found once go with the launch."""
     begins: list[float] = []
+    monkeypatch.setattr(command_module, "SHARED_MEMORY", tmp_path / "none")
 
     def search(leader: int) -> set[Path]:
         begins.append(clock.now)
@@ -187,7 +202,7 @@ LEFT = "all ranks have ended; the processes that they have left are ended, too\n
     [
         (["", ""], [0, 0], {}, 0, "suspects\n" * 0),
         (["", ""], [3, 3], {}, 3, "suspects\n"),
-        (["", ""], [-9, -9], {}, 9, "suspects\n"),
+        (["", ""], [-9, -9], {}, 137, "suspects\na signal has killed mpiexec: 9\n"),
         (["", ""], [3, 3], {"started": ""}, 3, ""),
         (["", ""], [0, 0], {"started": "", "result": "4"}, 4, ""),
         (["", ""], [3, 3], {"started": "", "result": "0"}, 3, ""),

@@ -12,10 +12,10 @@ from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
-from studies.commands import outside, program
+from studies.commands import outside
 from test_kit_deaths import assert_ended, wait_for
 
-from sp_core.launch import command, deaths
+from sp_core.launch import deaths
 from sp_core.launch.deaths import shared_files
 
 
@@ -198,13 +198,3 @@ def test_rank_0_reads_what_is_typed_at_a_terminal() -> None:
         check=True,
     )
     assert done.stdout.count(b"hello!") == 1
-
-
-@pytest.mark.mpi_skip
-def test_a_launcher_whose_mpiexec_is_killed_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    mpiexec = program(tmp_path / "mpiexec", "kill -9 $$")
-    monkeypatch.setattr(command, "find_mpiexec", lambda: mpiexec)
-    assert command.run(2, ["true"], timeout=60) == 128 + signal.SIGKILL
-    assert capfd.readouterr().err == "a signal has killed mpiexec: 9\n"

@@ -29,8 +29,12 @@ from sp_core.launch.watch import HOST, IN_FLIGHT, RESULT, RUN_DIR, STARTED, this
 from sp_core.machine import home_or, leave_step, temporary_folder
 
 POLL_SECONDS = 0.05
+SHARED_MEMORY = Path("/dev/shm")
 PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
-"""Pause between two searches for files: at least PAUSE_SECONDS and 50 times a search's duration."""
+"""Pause between two searches for files: at least PAUSE_SECONDS and 50 times a search's duration.
+
+A file that appears in SHARED_MEMORY is searched for at once, since its ranks may die soon.
+"""
 ORPHAN_SECONDS = 4.0
 """Seconds that mpiexec has, after a rank failed, to end the others. Then the launcher ends them.
 
@@ -201,6 +205,7 @@ class Launch:
         if terminal is not None:
             os.close(terminal)
         self._files: set[Path] = set()
+        self._present = {*SHARED_MEMORY.glob("*")}
         self._next_search = 0.0
 
     def trouble(self, seconds: float) -> str:
@@ -213,10 +218,13 @@ class Launch:
         by itself, with any exit code.
         """
         self.deaths.look(seconds)
-        if (begin := time.monotonic()) > self._next_search:
+        present = {*SHARED_MEMORY.glob("*")}
+        appeared, self._present = present - self._present, present
+        if (begin := time.monotonic()) > self._next_search or appeared:
             self._files |= shared_files(self.process.pid)
             pause = PAUSE_FACTOR * (time.monotonic() - begin)
-            self._next_search = begin + max(pause, PAUSE_SECONDS)
+            # again soon after a file appears: its rank may not have mapped it yet
+            self._next_search = begin + (0.0 if appeared else max(pause, PAUSE_SECONDS))
         reason = self._reason()
         if reason and self.process.poll() is None:
             self.deaths.dump()

@@ -90,18 +90,7 @@ class ReplicatedLayer(nn.Module):
         kind = type(self).__name__
 
         def call() -> str:
-            for name, part in self.named_modules():
-                if "comm" in vars(part) and part is not self:
-                    raise TypeError(
-                        f"{kind}.{name} is a {type(part).__name__}, which communicates; needed is "
-                        f"a layer that does not, such as nn.Linear. Replace the {kind} instead."
-                    )
-                if parametrize._cache_enabled and parametrize.is_parametrized(part):
-                    raise ValueError(
-                        f"{kind}: {name or 'it'} has a parametrization, and parametrize.cached() "
-                        "may hold an earlier weight, whose gradient the ranks do not sum. Call "
-                        "the layer outside of parametrize.cached()."
-                    )
+            self._check_parts()
             for name, weight in held.items():
                 if weight.requires_grad or self._multiplies(name, hooked=False):
                     dtypes = SUMMABLE if weight.requires_grad else None
@@ -129,6 +118,21 @@ class ReplicatedLayer(nn.Module):
             return held
         copies = dict(zip(parameters, copy_all(parameters, self.comm), strict=True))
         return {name: copies[weight] for name, weight in held.items()}
+
+    def _check_parts(self) -> None:
+        kind = type(self).__name__
+        for name, part in self.named_modules():
+            if "comm" in vars(part) and part is not self:
+                raise TypeError(
+                    f"{kind}.{name} is a {type(part).__name__}, which communicates; needed is "
+                    f"a layer that does not, such as nn.Linear. Replace the {kind} instead."
+                )
+            if parametrize._cache_enabled and parametrize.is_parametrized(part):
+                raise ValueError(
+                    f"{kind}: {name or 'it'} has a parametrization, and parametrize.cached() "
+                    "may hold an earlier weight, whose gradient the ranks do not sum. Call "
+                    "the layer outside of parametrize.cached()."
+                )
 
     def _others(self) -> dict[str, Tensor]:
         """Return the tensors by name that the layer reads as weights and that are no parameters."""
