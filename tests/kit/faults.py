@@ -41,12 +41,17 @@ FAULTS = (
         "mismatch",
         "CollectiveMismatch",
         "nprocs=2, n=1, d=1",
-        "rank 0: Allgatherv(counts=(1, 0) of float64)",
+        "rank 0: Allgatherv(sendbuf=1 x float64, recvbuf=[1, 0] x float64) on comm",
     ),
     Fault(
-        "swapped", "CollectiveMismatch", "nprocs=2, n=3, d=1", "rank 1: Bcast(1 x float64, root=0)"
+        "swapped",
+        "CollectiveMismatch",
+        "nprocs=2, n=3, d=1",
+        "rank 1: Bcast(buf=1 x float64, root=0)",
     ),
-    Fault("root", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 1: Bcast(1 x float64, root=1)"),
+    Fault(
+        "root", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 1: Bcast(buf=1 x float64, root=1)"
+    ),
     Fault("skipped", "CollectiveMismatch", "nprocs=2, n=2, d=1", "rank 1: finished"),
     Fault("skip", "SkipMismatch", "nprocs=2, n=7, d=1", "rank 1: skipped: Skipped at"),
     Fault(
