@@ -141,7 +141,7 @@ Placed = dict[int, tuple[nn.Parameter, Placement]]
 
 
 def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-    """Record on a parameter which rank holds which part of it. Return the parameter."""
+    """Record for `clip_gradient_norm` which rank holds which part of a parameter. Return it."""
     vars(parameter)["placement"] = placement
     return parameter
 

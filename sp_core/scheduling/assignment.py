@@ -25,8 +25,10 @@ class Work:
     Their number is per_token * S + per_pair * S (S + 1) / 2.
 
     Args:
-        per_token: operations for each token, such as those of linear layers.
-        per_pair: operations for each pair of a token and a token that it sees, which may be itself.
+        per_token: operations for each token: 2 for each element of a matrix that it is multiplied
+            with, in all layers.
+        per_pair: operations for each pair of a token and a token that it sees, which may be itself:
+            4 * head_dim for each query head, in all layers.
 
     Raises:
         ShapeError: a number that is negative or not finite, or zero for both.

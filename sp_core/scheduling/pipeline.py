@@ -78,6 +78,8 @@ def prefill_only(stages: int, batches: int) -> tuple[Order, ...]:
 def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
     """Return the order of each stage: all forwards, then all backwards, the last micro-batch first.
 
+    `timeline` predicts its times, and `loss_and_gradients` of a LLaMA computes by it.
+
     Args:
         stages: number of stages.
         batches: number of micro-batches.
