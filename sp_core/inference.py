@@ -100,6 +100,7 @@ _MODEL: dict[str, dict[str, Any]] = {
         "(default: a day)",
     },
     "--input": {"metavar": "FILE", "help": argparse.SUPPRESS},  # only for ranks that are started
+    "--refused": {"type": Path, "metavar": "FILE", "help": argparse.SUPPRESS},  # the same
 }
 _AXES = {
     "dp": "replicas, each of which takes a part of the prompts",
@@ -195,11 +196,13 @@ def main(
     try:
         with temporary_folder() as folder:
             given = ["--input", str(_kept(text, folder))] if spooled else []
+            given += ["--refused", str(refused := folder / "refused")]
             words = [*python(), "-m", "sp_core", *arguments[:1], *given, *arguments[1:]]
             mpi_args = command.streaming()  # show each token when it is ready, not each line
-            return command.run(
+            code = command.run(
                 ranks, words, timeout=options.timeout, mpi_args=mpi_args, leave_seconds=0.0
             )
+            return code or REFUSED * refused.exists()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (ValueError, OSError) as error:
@@ -242,7 +245,12 @@ def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | N
         ) as mesh:
             (_generate if options.command == "generate" else _logits)(options, mesh)
     except ERRORS as error:
-        return _refuse(error) if comm.rank == 0 else REFUSED
+        if comm.rank == 0:
+            _refuse(error)
+        if options.refused is None:
+            return REFUSED
+        options.refused.touch()
+        return 0  # for another exit code mpiexec would report that a rank has failed
     except Exception:
         if comm.size > 1:  # other ranks may not have this error, and wait for this one
             traceback.print_exc()

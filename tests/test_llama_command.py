@@ -126,6 +126,14 @@ def test_an_output_that_cannot_be_written_is_one_line(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (1, told)
 
 
+def test_what_all_ranks_refuse_is_one_line(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    words = command("generate", folder, "--tp", "2")
+    code, found = printed(words, folder, outside(), 120)
+    assert (code, found.count("\n")) == (2, 1), found
+    assert found.startswith("sp-core: ")
+
+
 def test_logits_know_no_replicas(folder: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(command("logits", folder, "--dp", "2")[3:])

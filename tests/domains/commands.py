@@ -101,9 +101,9 @@ INFERENCE: dict[str, Parts] = {
     ),
 }
 
-BY_RANKS = dict.fromkeys(
-    ("--dp", "--pp", "--ring", "--ulysses", "--tp"), "by (ranks)"
-) | dict.fromkeys(("--timeout", "--input"), "of ranks that are started: test_inference.py")
+STARTED = "of ranks that are started: test_inference.py"
+BY_RANKS = dict.fromkeys(("--dp", "--pp", "--ring", "--ulysses", "--tp"), "by (ranks)")
+BY_RANKS |= dict.fromkeys(("--timeout", "--input", "--refused"), STARTED)
 
 FOLDER_STOPS = {"no file": None, "none": [], "a text": ["e"], "a list": [*"aeiou0123 "]}
 
