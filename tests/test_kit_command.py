@@ -202,7 +202,7 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored_or_handle
         return "its time is up"
 
     launch.trouble = trouble
-    monkeypatch.setattr(command_module, "Launch", lambda *_: launch)
+    monkeypatch.setattr(command_module, "Launch", Mock(return_value=launch))
     with signals.handled([number], handler):
         with pytest.raises(SystemExit, match=str(128 + number)) if is_default else nullcontext():
             command_module.run(1, ["true"], timeout=1)
@@ -226,9 +226,10 @@ def test_the_words_of_the_command_reach_the_launch(
     """Options behind the command are the command's, also without "--"."""
     run = Mock(side_effect=[7, KeyboardInterrupt])
     monkeypatch.setattr(command_module, "run", run)
+    monkeypatch.setattr(command_module, "typed", lambda: 5)
     command = ["tool", "-n", "4", "--timeout", "9", "--"]
     assert command_module.main(["-n", "3", *arguments, *dashes, *command]) == 7
-    usual = {"timeout": 86400.0, "mpi_args": []}
+    usual = {"timeout": 86400.0, "mpi_args": [], "source": 5}
     run.assert_called_once_with(3, command, **(usual | more))
     assert command_module.main(["-n", "3", "--", "tool"]) == 128 + signal.SIGINT
 
@@ -257,7 +258,8 @@ def test_ranks_get_variables_by_options_if_other_variables_are_given_so(
     monkeypatch.setattr(os, "environ", {**given})
     monkeypatch.setattr(command_module, "find_mpiexec", lambda: "mpiexec")
     monkeypatch.setattr(subprocess, "Popen", started := Mock())
-    launch = command_module.Launch(3, ["tool", "-n"], ["-x", "A=1"], tmp_path, output=7)
+    files: Any = {"output": 7, "source": 5}
+    launch = command_module.Launch(3, ["tool", "-n"], ["-x", "A=1"], tmp_path, **files)
     launch.deaths.close()
     passed = [] if given else ["-x", "SP_RUN_DIR", "-x", "SP_RUN_HOST"]
     (command,), how = started.call_args
@@ -265,7 +267,7 @@ def test_ranks_get_variables_by_options_if_other_variables_are_given_so(
     env = how.pop("env")
     found = {name: env[name] for name in env if name.endswith(("env_list", "RUN_DIR"))}
     assert found == {**given, "SP_RUN_DIR": str(tmp_path)}
-    assert how == {"start_new_session": True, "stdout": 7, "stderr": 7}
+    assert how == {"start_new_session": True, "stdin": 5, "stdout": 7, "stderr": 7}
 
 
 def test_all_places_give_the_same_defaults_for_open_mpi() -> None:

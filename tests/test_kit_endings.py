@@ -279,7 +279,7 @@ def test_a_signal_waits_until_a_launch_has_begun_or_its_ranks_are_ended(
     made.trouble.side_effect = KeyboardInterrupt
     results.Ledger(tmp_path, str(tmp_path / "junit.xml")).pytest_runtest_logstart("test_x.py::y")
 
-    def interrupted(*_: object) -> Mock:
+    def interrupted(*_: object, **__: object) -> Mock:
         os.kill(os.getpid(), number)
         time.sleep(0.1)
         waited.append(number)

@@ -170,6 +170,8 @@ class Launch:
         timeout: seconds after which `trouble` gives a reason to end the launch.
         output: file descriptor for what the ranks print to standard output and standard error.
             Default: those of this process.
+        source: file descriptor of rank 0's standard input. Default: that of this process, which
+            Open MPI's mpiexec does not read if it is a terminal, because of the new session.
     """
 
     def __init__(
@@ -180,6 +182,7 @@ class Launch:
         run_dir: Path,
         timeout: float = math.inf,
         output: int | None = None,
+        source: int | None = None,
     ) -> None:
         self.run_dir, self._timeout = run_dir, timeout
         self._begin, self._failed = time.monotonic(), math.inf
@@ -193,17 +196,14 @@ class Launch:
         if "-x" in mpi_args and ENV_LIST not in os.environ:  # Open MPI 4 refuses to take both
             del env[ENV_LIST]
             mpi_args = [*mpi_args, "-x", RUN_DIR, "-x", HOST]
-        terminal = typed()  # Open MPI's mpiexec does not read one of another session
         self.process = subprocess.Popen(
             [find_mpiexec(), *mpi_args, "-n", str(ranks), *words],
             env=env,
             start_new_session=True,
-            stdin=terminal,
+            stdin=source,
             stdout=output,
             stderr=output,
         )
-        if terminal is not None:
-            os.close(terminal)
         self._files: set[Path] = set()
         self._present = {*SHARED_MEMORY.glob("*")}
         self._next_search = 0.0
@@ -308,6 +308,7 @@ def run(
     timeout: float,
     mpi_args: Sequence[str] = (),
     leave_seconds: float = LEAVE_SECONDS,
+    source: int | None = None,
 ) -> int:
     """Run a command on several ranks until it ends or its time limit is reached.
 
@@ -320,6 +321,7 @@ def run(
         timeout: time limit of the launch in seconds.
         mpi_args: more arguments for mpiexec.
         leave_seconds: how long ranks may save their state after a signal; with 0 they get none.
+        source: file descriptor of rank 0's standard input, as in `Launch`.
 
     Returns:
         The exit code of the test session; if that is 0 or there is none, mpiexec's. Never 0 if the
@@ -340,7 +342,7 @@ def run(
         launch = None
         try:
             with signals_held_back():
-                launch = Launch(ranks, command, mpi_args, directory, timeout)
+                launch = Launch(ranks, command, mpi_args, directory, timeout, source=source)
                 result = launch.run_dir / RESULT
             while not (reason := launch.trouble(POLL_SECONDS)) and launch.ended() is None:
                 pass
@@ -382,7 +384,8 @@ def main(
     words = given.command[given.command[0] == "--" :]
     leave_step()
     try:
-        return run(given.ranks, words, timeout=given.timeout, mpi_args=given.mpi_args)
+        how = {"timeout": given.timeout, "mpi_args": given.mpi_args, "source": typed()}
+        return run(given.ranks, words, **how)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (ValueError, OSError) as error:

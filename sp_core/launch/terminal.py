@@ -13,8 +13,8 @@ PAUSE_SECONDS = 0.1
 def typed() -> int | None:
     """Return the reading end of a pipe to which a thread copies what is typed at the terminal.
 
-    The caller closes it. In the background nothing is read, because the system would stop this
-    process. Return None if standard input is no terminal.
+    In the background nothing is read, because the system would stop this process. Return None if
+    standard input is no terminal.
     """
     if not os.isatty(0):
         return None
