@@ -7,6 +7,7 @@ failed, and it reports the first rank that exits as the cause, which may be anot
 
 import atexit
 import io
+import mmap
 import multiprocessing
 import os
 import sys
@@ -29,11 +30,14 @@ GRACE_SECONDS = 2.0
 SETTLE_SECONDS = 60.0
 """How long a program that ends without an error first completes agreements for slower ranks. MPICH
 does not complete them in MPI_Finalize."""
+RESERVE_BYTES = 1 << 25
+"""Address space that an error frees: after a MemoryError, closing a mesh may start a thread."""
 hooked = False
 """Whether `watch_over` has nothing to do: it has been called, or a test session has set this in
 order to handle errors itself."""
 _head, _pid = "", os.getpid()
 _stop: Callable[[int], Any] = sys.exit
+_reserve: Any = io.BytesIO()
 
 
 def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
@@ -50,7 +54,7 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
         stop: takes an exit code and ends all ranks (MPI's Abort), or only this process if its
             launcher then ends the other ranks (torchrun).
     """
-    global hooked, _head, _pid, _stop
+    global hooked, _head, _pid, _stop, _reserve
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if size < (tasks := int(os.environ["WORLD_SIZE"]) if by_torchrun else started_tasks()):
         warnings.warn(
@@ -63,6 +67,7 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
     if hooked or size == 1:
         return
     hooked, _head, _pid, _stop = True, f"rank {rank} of {size}: ", os.getpid(), stop
+    _reserve = mmap.mmap(-1, RESERVE_BYTES, mmap.MAP_PRIVATE)  # no page of it is ever used
     usual, of_threads, ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
 
     def ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -83,10 +88,12 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
 
 def leave(code: int) -> None:
     """End this process at once, but first its daemonic children, as Python does in `atexit`."""
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.terminate()
-    os._exit(code)
+    try:
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.terminate()
+    finally:  # there may be no memory for this
+        os._exit(code)
 
 
 def end(error: BaseException, tell: Callable[[], Any]) -> None:
@@ -101,6 +108,7 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
         error: the error that ends the program; it gives the exit code.
         tell: prints the error in full.
     """
+    _reserve.close()
     if os.getpid() != _pid:
         tell()
         return
@@ -136,6 +144,7 @@ def left_by(error: BaseException) -> None:
     SystemExit. atexit then calls `end`, unless the program makes another mesh before. Without
     `watch_over`, and in a forked process, nothing happens.
     """
+    _reserve.close()
     is_rank = _head and os.getpid() == _pid
     if is_rank and isinstance(error, SystemExit) and exit_code(error):
         atexit.register(end, error, partial(traceback.print_exception, error))

@@ -195,9 +195,9 @@ def test_a_model_is_saved_in_a_new_or_an_empty_folder(
     assert not (folder / "new").exists()
 
 
-THERE, FAILS = "{} is there already.*Delete it", "{} cannot be written: .*Pass a folder to write to"
+THERE, FAILS = "{} is there already.*Save into a new folder", "{} cannot be written: .*Pass a folder to write to"
 NOT_WRITTEN: dict[str, tuple[str, str, type[Exception]]] = {
-    "a full folder": ("full", "{0} is there .*: see {0}/file. Delete it", sp.CheckpointError),
+    "a full folder": ("full", "{0} is there .*: see {0}/file. Save into a new folder", sp.CheckpointError),
     "a file": ("file", THERE, sp.CheckpointError),
     "the root": ("/", THERE, sp.CheckpointError),
     "a folder in a file": ("file/model", FAILS, sp.CheckpointError),
