@@ -29,7 +29,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("hidden_act='gelu'", {"hidden_act": "gelu"}),
     ("quantization_config=", {"quantization_config": {"bits": 4}}),
     ("'dynamic'", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
-    ("scaling=", {"rope_scaling": {"rope_type": "linear"}}),
+    ("lacks factor", {"rope_scaling": {"rope_type": "linear"}}),
     (r"rotary embedding is \[1\]", {"rope_scaling": [1]}),
     ("hidden_size='8' was given; pass a whole", {"hidden_size": "8", "head_dim": None}),
     ("lacks num_hidden_layers", {"num_hidden_layers": None}),
