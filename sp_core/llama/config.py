@@ -35,6 +35,11 @@ _ONLY = {
     "per_layer_config": {},
 }
 """For some entries of `config.json` the one supported value, which is the default."""
+_REMEDIES = dict.fromkeys(
+    ("hidden_act", "attention_bias", "mlp_bias", "partial_rotary_factor"),
+    " `parallelize` computes such a model of transformers.",
+) | {"attention_dropout": " It changes training only; to generate, set it to 0 in config.json."}
+"""For some of these entries, what to do about another value."""
 _ROPE, _CONTEXT = ("rope_scaling", "rope_parameters"), "original_max_position_embeddings"
 _ABSENT = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG
 """The errors by which the system says that a path is not there."""
@@ -176,8 +181,8 @@ class LlamaConfig:
         if values.get("model_type") != "llama" or not is_llama:
             raise CheckpointError(
                 f"model_type {values.get('model_type')!r} with architectures {architectures} is "
-                f"not supported; only {ARCHITECTURE} is. For another one use `parallelize`, with a "
-                "model of transformers."
+                f"not supported; only {ARCHITECTURE} is. `parallelize` computes causal language "
+                "models of the types in sp_core.integrations.transformers.MODELS."
             )
         _check_only(values)
         names = cls.__dataclass_fields__
@@ -261,6 +266,7 @@ def _check_only(values: Mapping[str, Any]) -> None:
         if values.get(name) not in (supported, None):
             raise CheckpointError(
                 f"{name}={values[name]!r} is not supported; only {supported!r} is."
+                f"{_REMEDIES.get(name, '')}"
             )
 
 
