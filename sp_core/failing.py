@@ -37,7 +37,7 @@ hooked = False
 order to handle errors itself."""
 _head, _pid = "", os.getpid()
 _stop: Callable[[int], Any] = sys.exit
-_reserve: Any = io.BytesIO()
+_reserve: list[mmap.mmap] = []
 
 
 def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
@@ -54,7 +54,7 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
         stop: takes an exit code and ends all ranks (MPI's Abort), or only this process if its
             launcher then ends the other ranks (torchrun).
     """
-    global hooked, _head, _pid, _stop, _reserve
+    global hooked, _head, _pid, _stop
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if size < (tasks := int(os.environ["WORLD_SIZE"]) if by_torchrun else started_tasks()):
         warnings.warn(
@@ -67,7 +67,7 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
     if hooked or size == 1:
         return
     hooked, _head, _pid, _stop = True, f"rank {rank} of {size}: ", os.getpid(), stop
-    _reserve = mmap.mmap(-1, RESERVE_BYTES, mmap.MAP_PRIVATE)  # no page of it is ever used
+    _reserve.append(mmap.mmap(-1, RESERVE_BYTES, mmap.MAP_PRIVATE))  # no page of it is ever used
     usual, of_threads, ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
 
     def ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -108,7 +108,7 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
         error: the error that ends the program; it gives the exit code.
         tell: prints the error in full.
     """
-    _reserve.close()
+    _reserve.clear()
     if os.getpid() != _pid:
         tell()
         return
@@ -144,7 +144,7 @@ def left_by(error: BaseException) -> None:
     SystemExit. atexit then calls `end`, unless the program makes another mesh before. Without
     `watch_over`, and in a forked process, nothing happens.
     """
-    _reserve.close()
+    _reserve.clear()
     is_rank = _head and os.getpid() == _pid
     if is_rank and isinstance(error, SystemExit) and exit_code(error):
         atexit.register(end, error, partial(traceback.print_exception, error))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock, call as called
 
 import pytest
 from deaths import programs
@@ -70,7 +70,7 @@ HOOKS = (sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")
 @pytest.fixture
 def usual(substitute: Any) -> list[Mock]:
     """Replace Python's exception hooks, and the call that ends the program; return the hooks."""
-    substitute(failing, hooked=False, _head="", _pid=0, _stop=Mock(), end=Mock(), _reserve=Mock())
+    substitute(failing, hooked=False, _head="", _pid=0, _stop=Mock(), end=Mock(), _reserve=[])
     before = [Mock() for _ in HOOKS]
     for (module, name), hook in zip(HOOKS, before, strict=True):
         substitute(module, **{name: hook})
@@ -127,7 +127,7 @@ def test_a_rank_that_leaves_ends_its_daemonic_children(substitute: Any) -> None:
     with pytest.raises(MemoryError):
         failing.leave(4)
     assert [child.terminate.call_count for child in children] == [2, 0]
-    assert leave.mock_calls == [call(3), call(4)]
+    assert leave.mock_calls == [called(3), called(4)]
 
 
 def told(error: BaseException | None, text: str | None = None) -> Any:

@@ -184,6 +184,10 @@ def unfiled(folder: Path, gone: str = INDEX, made: str = "model.safetensors") ->
     (folder / made).mkdir()
 
 
+def unprefixed(index: dict[str, Any]) -> None:
+    index["weight_map"] = {x.removeprefix("model."): y for x, y in index["weight_map"].items()}
+
+
 NORM = "model.norm.weight"
 ADAPTER, ADAPTED = (
     "adapter_config.json",
@@ -218,6 +222,10 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "more layers than there are weights": (
         "num_hidden_layers=1000000000; the weights in .* of 1",
         configured(num_hidden_layers=10**9),
+    ),
+    "weights of the model without its head": (
+        'names of weights in .* lack "model."; save the LlamaForCausalLM',
+        lambda f: edit(f / INDEX, unprefixed),
     ),
     "an index that is no JSON": (
         f"{INDEX} cannot be read",

@@ -88,6 +88,10 @@ YARN = SCALINGS["yarn"] or {}
         ({"rope_type": "default", "rope_theta": 100.0}, None),
         ({**SCALING, "rope_theta": 100.0, "partial_rotary_factor": 1.0}, SCALING),
         ({**SCALING, "factor": np.float32(2)}, SCALING),
+        ({"type": "linear", **SCALING, "attention_factor": None}, SCALING),
+        ({"rope_type": None, "type": "linear", "factor": 2.0}, SCALING),
+        ({"rope_type": None}, None),
+        ({**YARN, "truncate": None}, {**YARN, "truncate": None}),
         ({**YARN, "original_max_position_embeddings": np.int64(256)}, YARN),
     ],
 )
@@ -96,6 +100,33 @@ def test_a_scaling_is_kept_as_a_file_keeps_it(given: dict[str, Any], kept: objec
     config = replace(CASE.config, rope_scaling=given)
     assert config.rope_scaling == kept
     assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+OLD = {"type": "linear", "factor": 2.0, "attention_factor": None}
+LENGTH = "original_max_position_embeddings"
+PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {**PLAIN_YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("entries", "kept"),
+    [
+        ({"rope_scaling": OLD, "rope_parameters": {**SCALING, "rope_theta": 100.0}}, SCALING),
+        ({"rope_scaling": SCALING, LENGTH: 32}, SCALING),
+        ({"rope_scaling": PLAIN_YARN, LENGTH: 32}, {**PLAIN_YARN, LENGTH: 32}),
+        ({"rope_scaling": PLAIN_YARN, "rope_parameters": YARN, LENGTH: 256}, YARN),
+        ({"rope_scaling": LLAMA3}, {**LLAMA3, LENGTH: 128}),
+        ({"rope_parameters": LLAMA3}, {**LLAMA3, LENGTH: 128}),
+        (
+            {"rope_scaling": LLAMA3, "max_position_embeddings": None},
+            {**LLAMA3, LENGTH: 2048},
+        ),
+    ],
+)
+def test_a_scaling_takes_entries_beside_it(entries: dict[str, Any], kept: object) -> None:
+    """As in transformers, with which `tests/hf` compares the frequencies."""
+    values = {**CASE.config.to_dict(), "rope_scaling": None, **entries}
+    assert LlamaConfig.from_dict(values).rope_scaling == kept
 
 
 @spmd(2)
@@ -195,9 +226,10 @@ def test_a_model_is_saved_in_a_new_or_an_empty_folder(
     assert not (folder / "new").exists()
 
 
-THERE, FAILS = "{} is there already.*Save into a new folder", "{} cannot be written: .*Pass a folder to write to"
+THERE = "{} is there already.*Save into a new folder"
+FAILS = "{} cannot be written: .*Pass a folder to write to"
 NOT_WRITTEN: dict[str, tuple[str, str, type[Exception]]] = {
-    "a full folder": ("full", "{0} is there .*: see {0}/file. Save into a new folder", sp.CheckpointError),
+    "a full folder": ("full", "{0} is there .*: see {0}/file. Save into a new", sp.CheckpointError),
     "a file": ("file", THERE, sp.CheckpointError),
     "the root": ("/", THERE, sp.CheckpointError),
     "a folder in a file": ("file/model", FAILS, sp.CheckpointError),

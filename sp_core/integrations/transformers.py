@@ -396,5 +396,5 @@ def _check_config(model: Any, loss: object, hook: object = None) -> None:
     if wrong:
         raise ValueError(
             f"{type(model).__name__} has {sorted({*wrong})}, which parallelize does not support. "
-            "Load it without: AutoModelForCausalLM.from_pretrained(..., attention_dropout=0.0)."
+            "Load it without these settings (dropout: from_pretrained(..., attention_dropout=0.0))."
         )

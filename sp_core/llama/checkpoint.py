@@ -23,7 +23,7 @@ from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather
 from sp_core.errors import CheckpointError
-from sp_core.llama.config import LlamaConfig, is_there, read_json
+from sp_core.llama.config import ARCHITECTURE, LlamaConfig, is_there, read_json
 from sp_core.llama.grid import Grid, check_unstaged
 from sp_core.llama.model import Llama, check_model
 from sp_core.llama.names import HEAD, UNUSED, check_names, checkpoint_name
@@ -191,6 +191,11 @@ def load(
     def make() -> tuple[Llama, str]:
         arguments.check(folder=folder, tp_sp=tp_sp)
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
+        if any(x.startswith("layers.") for x in checkpoint.names):
+            raise CheckpointError(
+                f'the names of weights in {folder} lack "model."; save the {ARCHITECTURE} of '
+                "transformers, not its part LlamaModel."
+            )
         layers = {x.split(".")[2] for x in checkpoint.names if x.startswith("model.layers.")}
         if len(layers) != config.num_hidden_layers:  # before so many layers are built
             raise CheckpointError(

@@ -35,6 +35,11 @@ _ONLY = {
     "per_layer_config": {},
 }
 """For some entries of `config.json` the one supported value, which is the default."""
+_REMEDIES = dict.fromkeys(
+    ("hidden_act", "attention_bias", "mlp_bias", "partial_rotary_factor"),
+    " `parallelize` computes such a model of transformers.",
+) | {"attention_dropout": " It changes training only; to generate, set it to 0 in config.json."}
+"""For some of these entries, what to do about another value."""
 _ROPE, _CONTEXT = ("rope_scaling", "rope_parameters"), "original_max_position_embeddings"
 _ABSENT = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG
 """The errors by which the system says that a path is not there."""
@@ -176,8 +181,8 @@ class LlamaConfig:
         if values.get("model_type") != "llama" or not is_llama:
             raise CheckpointError(
                 f"model_type {values.get('model_type')!r} with architectures {architectures} is "
-                f"not supported; only {ARCHITECTURE} is. For another one use `parallelize`, with a "
-                "model of transformers."
+                f"not supported; only {ARCHITECTURE} is. `parallelize` computes causal language "
+                "models of the types in sp_core.integrations.transformers.MODELS."
             )
         _check_only(values)
         names = cls.__dataclass_fields__
@@ -261,6 +266,7 @@ def _check_only(values: Mapping[str, Any]) -> None:
         if values.get(name) not in (supported, None):
             raise CheckpointError(
                 f"{name}={values[name]!r} is not supported; only {supported!r} is."
+                f"{_REMEDIES.get(name, '')}"
             )
 
 
@@ -268,7 +274,8 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields rope_theta and rope_scaling from the contents of a `config.json`.
 
     Files of transformers 5 hold both in the entry rope_parameters; older files have one entry each.
-    As in transformers, rope_parameters is not read if rope_scaling has entries.
+    As in transformers, rope_parameters is not read if rope_scaling has entries, and a scaling
+    without original_max_position_embeddings gets that beside it, else max_position_embeddings.
 
     Raises:
         CheckpointError: an entry is no object, is not supported, or contradicts those that count.
@@ -285,6 +292,10 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     base = next((x for x in bases[:2] if x is not None), 10000.0)
     scaling, unread = map(_scaling, (first, other))
     context = values.get(_CONTEXT)  # in transformers, it replaces that of the scaling
+    lengths = context, values.get("max_position_embeddings"), LlamaConfig.max_position_embeddings
+    for each in (scaling or {}, unread or {}):
+        if each.get("rope_type") in ("llama3", "yarn"):
+            each.setdefault(_CONTEXT, next(x for x in lengths if x is not None))
     pairs = [(unread, scaling), (context, (scaling or {}).get(_CONTEXT, context))]
     if any(x not in (kept, None) for x, kept in [*((x, base) for x in bases), *pairs]):
         said = {name: values[name] for name in (*_ROPE, "rope_theta", _CONTEXT) if name in values}
@@ -298,16 +309,17 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 def _scaling(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the scaling in rope_scaling or rope_parameters, None if frequencies are not scaled.
 
-    Numbers become int or float, which JSON can hold.
+    Numbers become int or float, which JSON can hold. The entry type of older files becomes
+    rope_type. Nulls are left out, but for truncate, whose null means False.
     """
-    unused = "rope_theta", "partial_rotary_factor"
+    unused = "rope_theta", "partial_rotary_factor", "type"
+    kind = entry.get("type") if entry.get("rope_type") is None else entry["rope_type"]
     kept = {
         name: float(x) if isinstance(x, Fraction) else arguments.plain(x)
-        for name, x in entry.items()
-        if name not in unused
+        for name, x in {**entry, "rope_type": kind}.items()
+        if name not in unused and (x is not None or name == "truncate")
     }
-    is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
-    return None if is_plain else kept
+    return None if not kept or kind == "default" else kept
 
 
 def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:

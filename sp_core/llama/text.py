@@ -28,7 +28,8 @@ def read_tokenizer(folder: str | Path) -> "Tokenizer":
     """Return the tokenizer in `tokenizer.json` of a model folder.
 
     As in transformers, it gets the tokens that `tokenizer_config.json`, `special_tokens_map.json`
-    and `added_tokens.json` declare. A declared token of the vocabulary keeps its number.
+    and `added_tokens.json` declare. A declared token of the vocabulary keeps its number. Unlike in
+    transformers, settings in `tokenizer_config.json`, such as add_prefix_space, are not read.
 
     Raises:
         CheckpointError: a file is missing or broken, or `tokenizers` is not installed.
@@ -42,8 +43,10 @@ def read_tokenizer(folder: str | Path) -> "Tokenizer":
         ) from error
     if not is_there(path):
         raise CheckpointError(
-            f"{path} is not there. Copy it from the folder of the "
-            "model that this one was made of, or pass tokenizer= to sp_core.llama.save."
+            f"{path} is not there. Copy it from the folder of the model that this one was made of, "
+            "or pass tokenizer= to sp_core.llama.save. From a tokenizer.model transformers, with "
+            "sentencepiece and protobuf, makes it: "
+            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         )
     try:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())  # from_file takes UTF-8 paths only

@@ -163,10 +163,16 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tens
     kind = _kind(scaling)
     if kind == "default":
         return plain
-    if kind not in _FIELDS or any(field not in scaling for field in _FIELDS[kind]):
+    if kind not in _FIELDS:
         raise ValueError(
-            f"{scaling=} was given; needed None, or a rope_type with its entries, of {_FIELDS}. "
-            "For another one use `parallelize`, with a model of transformers."
+            f"{scaling=} was given; it needs a rope_type, one of {[*_FIELDS]}. "
+            "Compute a model with another one in transformers, on one process."
+        )
+    missing = [field for field in _FIELDS[kind] if field not in scaling]
+    if missing:
+        raise ValueError(
+            f"{scaling=} lacks {', '.join(missing)}; take the values with which the model was "
+            "trained."
         )
     for name in ("factor", "original_max_position_embeddings"):
         if not 0 < (x := float(scaling.get(name, 1))) < math.inf:

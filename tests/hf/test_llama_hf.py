@@ -139,6 +139,9 @@ def gathered(model: Llama, tokens: Tensor) -> Tensor:
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+OLD = {"type": "linear", "factor": 2.0, "attention_factor": None}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES: list[dict[str, Any]] = [
     {},
     {"rope_theta": 50.0},
@@ -151,6 +154,14 @@ ROPES: list[dict[str, Any]] = [
     {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LINEAR},
     {"rope_scaling": {**LINEAR, "rope_theta": 50.0}},
     {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": OLD, "rope_parameters": {**LINEAR, "rope_theta": 1e4}},
+    {"rope_scaling": LINEAR, "original_max_position_embeddings": 32},
+    *(
+        {"rope_theta": 1e4, name: scaling, **length}
+        for name in ("rope_scaling", "rope_parameters")
+        for scaling in (YARN, LLAMA3)
+        for length in ({}, {"original_max_position_embeddings": 32})
+    ),
 ]
 
 

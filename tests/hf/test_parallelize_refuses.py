@@ -217,6 +217,7 @@ CASES = [
         ),
     ),
     Wrong("attention_dropout=0.1", made=lambda: configured(attention_dropout=0.1)),
+    Wrong("without these settings", made=lambda: configured(attention_dropout=0.1)),
     *(
         Wrong(
             f"rope_type={kind!r}",

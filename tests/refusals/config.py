@@ -12,24 +12,24 @@ from sp_core.llama import Checkpoint, LlamaConfig
 SCALING = {"rope_type": "linear", "factor": 2.0}
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     (
-        "'mistral'.* use `parallelize`",
+        "'mistral'.*`parallelize` computes causal language models .* in .*transformers.MODELS",
         {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
     ),
     ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}),
     ("architectures 5 is", {"architectures": 5}),
-    ("partial_rotary_factor=0.5", {"partial_rotary_factor": 0.5}),
+    ("partial_rotary_factor=0.5.*`parallelize`", {"partial_rotary_factor": 0.5}),
     *(
         ("partial_rotary_factor=0.5", {x: {"rope_type": "default", "partial_rotary_factor": 0.5}})
         for x in ("rope_parameters", "rope_scaling")
     ),
-    ("attention_bias=True", {"attention_bias": True}),
+    ("attention_bias=True.*`parallelize` computes such", {"attention_bias": True}),
     ("is_causal=False", {"is_causal": False}),
-    ("mlp_bias=True", {"mlp_bias": True}),
-    ("attention_dropout=0.1", {"attention_dropout": 0.1}),
-    ("hidden_act='gelu'", {"hidden_act": "gelu"}),
+    ("mlp_bias=True.*`parallelize` computes such", {"mlp_bias": True}),
+    ("attention_dropout=0.1.* set it to 0 in config.json", {"attention_dropout": 0.1}),
+    ("hidden_act='gelu'.*`parallelize` computes such", {"hidden_act": "gelu"}),
     ("quantization_config=", {"quantization_config": {"bits": 4}}),
     ("'dynamic'", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
-    ("scaling=", {"rope_scaling": {"rope_type": "linear"}}),
+    ("lacks factor", {"rope_scaling": {"rope_type": "linear"}}),
     (r"rotary embedding is \[1\]", {"rope_scaling": [1]}),
     ("hidden_size='8' was given; pass a whole", {"hidden_size": "8", "head_dim": None}),
     ("lacks num_hidden_layers", {"num_hidden_layers": None}),

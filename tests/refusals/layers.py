@@ -73,12 +73,13 @@ ROWS: list[Row] = [
         )
     ),
     *(
-        (ValueError, "rope_type", partial(sp.Rope, 4, scaling=scaling))
-        for scaling in (
-            {"rope_type": "dynamic", "factor": 2.0},
-            {"rope_type": "yarn", "factor": 2.0},
-            {"rope_type": "linear", "factor": None},
-            {"factor": 2.0},
+        (ValueError, text, partial(sp.Rope, 4, scaling=scaling))
+        for text, scaling in (
+            ("needs a rope_type, .*'yarn'.* one process", {"rope_type": "dynamic", "factor": 2.0}),
+            ("needs a rope_type, ", {"factor": 2.0}),
+            ("lacks original_max_position_embeddings", {"rope_type": "yarn", "factor": 2.0}),
+            ("lacks factor", {"rope_type": "linear", "factor": None}),
+            ("lacks low_freq_factor, high_freq_factor;", {**YARN, "rope_type": "llama3"}),
         )
     ),
     *(
