@@ -6,6 +6,7 @@ arguments, `exact` and `differentiable_once` for their own autograd functions.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -157,14 +158,16 @@ class _Refuse(torch.autograd.Function):
 
 
 _refuse: Callable[..., Tensor] = _Refuse.apply
+_NOTHING = nullcontext()
 
 
-def exact(x: Tensor) -> torch.autocast:
-    """Return a context manager that turns autocast off on the device of x.
+def exact(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context manager that turns autocast off on the device of x, if it is on.
 
     Autocast would compute the float32 products of the plain kernel in half precision.
     """
-    return torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 def differentiable_once(backward: Backward) -> Backward:

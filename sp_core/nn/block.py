@@ -89,9 +89,9 @@ class ParallelBlock(nn.Module):
     def check_parts(self, name: str) -> None:
         """Apply `check_part` to all modules that `forward` reads. `name` is the block's name."""
         for group in ("self_attn", "mlp"):
-            held = self.get_submodule(group)
+            held: Any = self._modules[group]
             check_part(f"{name}.{group}", held, nn.ModuleDict)
-            for last, part in held.named_children():
+            for last, part in held._modules.items():  # `named_children` takes longer
                 check_part(f"{name}.{group}.{last}", part)
 
     def join_weights(self) -> None:
