@@ -56,18 +56,22 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
     """
     global hooked, _head, _pid, _stop
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if size < (tasks := int(os.environ["WORLD_SIZE"]) if by_torchrun else started_tasks()):
+    tasks = int(os.environ.get("WORLD_SIZE", "1")) if by_torchrun else started_tasks()
+    if size < tasks and not hooked:
         warnings.warn(
-            f"the launcher has started {tasks} ranks, but MPI knows {size}, so each part computes "
-            "alone. Start with this MPI's own mpiexec; under torchrun write Mesh(None, ...).",
+            f"the launcher has started {tasks} processes, but MPI has {size} rank(s): each process "
+            "computes everything alone. Start with this MPI's own mpiexec; under torchrun write "
+            "Mesh(None, ...).",
             stacklevel=4,
         )
+    if size > 1 and not _reserve:
+        with suppress(OSError):  # no page of it is ever used
+            _reserve.append(mmap.mmap(-1, RESERVE_BYTES, mmap.MAP_PRIVATE))
     if not isinstance(sys.exc_info()[1], SystemExit):  # the program has caught an earlier one
         atexit.unregister(end)
     if hooked or size == 1:
         return
     hooked, _head, _pid, _stop = True, f"rank {rank} of {size}: ", os.getpid(), stop
-    _reserve.append(mmap.mmap(-1, RESERVE_BYTES, mmap.MAP_PRIVATE))  # no page of it is ever used
     usual, of_threads, ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
 
     def ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:

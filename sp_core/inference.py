@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sp_core.agreement import ERRORS, make_alike
-from sp_core.errors import ShapeError, short_text
+from sp_core.errors import PeerFailed, ShapeError, short_text
 from sp_core.launch import command
 from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig, check_ranks, check_sequences, stage_layers
@@ -227,6 +227,7 @@ def _kept(text: str, folder: Path) -> Path:
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
     """Run a command as one rank of a job. Return the exit code: 0, or REFUSED for one of ERRORS.
 
+    With `options.refused`, an error other than `PeerFailed` makes that file, and the code is 0.
     Any other error aborts all ranks if there are several.
     """
     if comm is None:
@@ -247,7 +248,7 @@ def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | N
     except ERRORS as error:
         if comm.rank == 0:
             _refuse(error)
-        if options.refused is None:
+        if options.refused is None or isinstance(error, PeerFailed):
             return REFUSED
         options.refused.touch()
         return 0  # for another exit code mpiexec would report that a rank has failed

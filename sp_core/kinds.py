@@ -56,7 +56,7 @@ def _are_positions(value: Any) -> bool:
 
 
 def _is_communicator(value: Any) -> bool:
-    """Return whether `Mesh` can split this communicator; it cannot split one of an MPI session."""
+    """Return whether `Mesh` can split this: no communicator of an MPI session without MPI_Init."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and isinstance(value, mpi.Comm) and not mpi.Is_initialized():
         return False

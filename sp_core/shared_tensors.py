@@ -34,7 +34,7 @@ def shared_empty(
 
     Args:
         shape: the shape of this rank's tensor; may differ between ranks. The tensors of all ranks
-            must fit into memory together; only each is compared with the memory of the job.
+            must fit into memory together; each alone is compared with the memory of the job.
         comm: the ranks. Every rank calls this.
         dtype: the tensor's dtype, one that `all_gather` takes, the same on every rank.
 

@@ -95,14 +95,17 @@ def test_an_error_is_printed_though_torch_would_print_it_afterwards(
 
 def test_hooks_are_set_once_and_for_several_ranks(usual: list[Mock]) -> None:
     failing.watch_over(0, 1, Mock())
-    assert (set_now(), failing.hooked) == (usual, False)
+    assert (set_now(), failing.hooked, failing._reserve) == (usual, False, [])
     failing.watch_over(1, 2, stop := Mock())
     assert (failing.hooked, failing._head, failing._stop) == (True, "rank 1 of 2: ", stop)
     assert failing._pid == os.getpid()
     ours = set_now()
     assert all(one != other for one, other in zip(ours, usual, strict=True))
+    failing.left_by(LOST)
+    assert failing._reserve == []
     failing.watch_over(0, 3, Mock())
     assert (set_now(), failing._stop) == (ours, stop)
+    assert [len(memory) for memory in failing._reserve] == [failing.RESERVE_BYTES]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ def test_ranks_that_mpi_does_not_know_are_told(
 ) -> None:
     """They would compute P times the same, such as under the mpiexec of another MPI."""
     monkeypatch.setattr(os, "environ", launcher)
-    with pytest.warns(UserWarning, match="has started 4 ranks, but MPI knows 1"):
+    with pytest.warns(UserWarning, match="has started 4 processes, but MPI has 1 rank"):
         failing.watch_over(0, 1, Mock())
     failing.watch_over(0, 4, Mock())
 

@@ -91,7 +91,7 @@ def test_ranks_get_the_same_words_and_a_file_with_standard_input(
     name, *words = command("generate", folder, *more, *asked)[3:]
     assert main([name, *words]) == 7
     first = [*python(), "-m", "sp_core", name]
-    files = started["words"][len(first) :][: 4 if given else 2]  # of refusals, and of this text
+    files = started["words"][len(first) :][: 4 if given else 2]  # of this text, and of refusals
     assert started["words"] == [*first, *files, *words]
     assert (started["ranks"], started["timeout"], started["text"]) == (6, 9.0, text)
     assert started["mpi_args"] == ["--at-once"]

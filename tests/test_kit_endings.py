@@ -134,11 +134,12 @@ def test_mpiexec_may_run_a_moment_longer_than_its_ranks(
 def test_a_file_that_appears_in_shared_memory_is_searched_for_at_once_and_again(
     launch: Any, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Files of other programs appear all the time."""
     monkeypatch.setattr(command_module, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(command_module, "shared_files", search := Mock(return_value=set()))
     searches = []
     for poll in range(7):
-        (tmp_path / "mpich_shm_1").touch() if poll == 3 else None
+        (tmp_path / f"{'mpich_shm_' * (poll == 3)}{poll}").touch()
         launch.trouble(0.0)
         clock.now += 1 / 64
         searches.append(search.call_count)

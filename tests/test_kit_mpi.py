@@ -208,7 +208,7 @@ def test_a_checked_communicator_may_take_the_place_of_mpis(
     [
         ("Split", 0, "a", "Split on rank 1 of 2: an integer is required"),
         ("Split_type", MPI.COMM_TYPE_SHARED, None, "Split_type on rank 1 of 2: an integer"),
-        ("Create", MPI.COMM_SELF.Get_group(), None, "nvalid group"),
+        ("Create", MPI.COMM_SELF.Get_group(), None, "NoneType was given as the group"),
         ("Create", MPI.COMM_SELF.Get_group(), MPI.GROUP_NULL, "nvalid group"),
         ("neighbor_alltoall", [0] * 2, [0] * 3, "3 objects for 2 ranks"),
     ],

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sp_core.launch import results, watch
-from sp_core.launch.deaths import Deaths, kill_session, shared_files
+from sp_core.launch.deaths import NAMES, Deaths, kill_session, shared_files
 from sp_core.launch.signals import on_ending, signals_held_back
 from sp_core.launch.terminal import typed
 from sp_core.launch.watch import HOST, IN_FLIGHT, RESULT, RUN_DIR, STARTED, this_host
@@ -33,8 +33,8 @@ SHARED_MEMORY = Path("/dev/shm")
 PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
 """Pause between two searches for files: at least PAUSE_SECONDS and 50 times a search's duration.
 
-A file that appears in SHARED_MEMORY is searched for at once, since its ranks may die soon.
-"""
+A file of an MPI library that appears in SHARED_MEMORY is searched for at once, since its ranks may
+die soon."""
 ORPHAN_SECONDS = 4.0
 """Seconds that mpiexec has, after a rank failed, to end the others. Then the launcher ends them.
 
@@ -205,7 +205,7 @@ class Launch:
             stderr=output,
         )
         self._files: set[Path] = set()
-        self._present = {*SHARED_MEMORY.glob("*")}
+        self._present: set[Path] = set()
         self._next_search = 0.0
 
     def trouble(self, seconds: float) -> str:
@@ -218,7 +218,7 @@ class Launch:
         by itself, with any exit code.
         """
         self.deaths.look(seconds)
-        present = {*SHARED_MEMORY.glob("*")}
+        present = {path for name in NAMES for path in SHARED_MEMORY.glob(f"{name}*")}
         appeared, self._present = present - self._present, present
         if (begin := time.monotonic()) > self._next_search or appeared:
             self._files |= shared_files(self.process.pid)
@@ -324,8 +324,8 @@ def run(
         source: file descriptor of rank 0's standard input, as in `Launch`.
 
     Returns:
-        The exit code of the test session; if that is 0 or there is none, mpiexec's. Never 0 if the
-        launch had to be ended.
+        The exit code of the test session; if that is 0 or there is none, mpiexec's, or 128 + the
+        number of the signal that killed it. Never 0 if the launch had to be ended.
 
     Raises:
         ValueError: there is to be no rank, or no time.

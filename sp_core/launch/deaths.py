@@ -317,10 +317,12 @@ def _status_of(fd: int) -> int | None:
     return None
 
 
+NAMES = ("mpich_shm_", "ucx_shm_posix_", "sm_segment.")
+"""How names of files in shared memory begin that MPICH, UCX and Open MPI make."""
 _SHARED = re.compile(
-    r" (/dev/shm/(?:mpich_shm_|ucx_shm_posix_|sm_segment\.)[^/\n]*)(?<! \(deleted\))$", re.MULTILINE
+    rf" (/dev/shm/(?:{'|'.join(map(re.escape, NAMES))})[^/\n]*)(?<! \(deleted\))$", re.MULTILINE
 )
-"""The files in shared memory in /proc/PID/maps, named as by MPICH, UCX and Open MPI."""
+"""The files of this kind in /proc/PID/maps."""
 
 
 def stat(pid: int | str) -> list[str]:

@@ -28,7 +28,14 @@ def _copy(writing: int) -> None:
     with suppress(OSError), os.fdopen(writing, "wb", buffering=0) as pipe:
         while text:  # until Ctrl-D
             select.select([0], [], [])
-            if os.tcgetpgrp(0) == os.getpgrp():
+            if _may_read():
                 pipe.write(text := os.read(0, 4096))
             else:
                 time.sleep(PAUSE_SECONDS)
+
+
+def _may_read() -> bool:
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # the terminal controls another session, or none
+        return True

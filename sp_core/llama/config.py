@@ -36,7 +36,7 @@ _ONLY = {
 }
 """For some entries of `config.json` the one supported value, which is the default."""
 _REMEDIES = dict.fromkeys(
-    ("hidden_act", "attention_bias", "mlp_bias", "partial_rotary_factor"),
+    ("hidden_act", "attention_bias", "mlp_bias"),
     " `parallelize` computes such a model of transformers.",
 ) | {"attention_dropout": " It changes training only; to generate, set it to 0 in config.json."}
 """For some of these entries, what to do about another value."""

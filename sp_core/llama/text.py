@@ -44,8 +44,8 @@ def read_tokenizer(folder: str | Path) -> "Tokenizer":
     if not is_there(path):
         raise CheckpointError(
             f"{path} is not there. Copy it from the folder of the model that this one was made of, "
-            "or pass tokenizer= to sp_core.llama.save. From a tokenizer.model transformers, with "
-            "sentencepiece and protobuf, makes it: "
+            "or pass tokenizer= to sp_core.llama.save. To make it from a tokenizer.model, "
+            "install transformers, sentencepiece and protobuf, and call "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         )
     try:

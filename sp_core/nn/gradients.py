@@ -155,8 +155,8 @@ def placement_of(parameter: nn.Parameter) -> Placement:
     found = getattr(parameter, "placement", None)  # torch.compile cannot trace vars()
     if not isinstance(found, Placement):
         raise ShapeError(
-            f"a parameter of shape {tuple(parameter.shape)} carries no placement. Give it one with "
-            "`place`; or, if no weight is split, clip with torch.nn.utils.clip_grad_norm_."
+            f"a parameter of shape {tuple(parameter.shape)} carries no placement; give it one with "
+            "`place`."
         )
     return found
 

@@ -77,7 +77,7 @@ class ReplicatedLayer(nn.Module):
             ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
                 input or weights are wrong.
             ValueError: on every rank, if x was made in `torch.inference_mode()` and weights require
-                a gradient, or if weights are parametrized and torch's `parametrize.cached` is on.
+                a gradient, or if parametrized weights learn inside of torch's `parametrize.cached`.
             CollectiveMismatch: on every rank, if settings of the layer, shape, dtype or
                 requires_grad of the weights, the dtype or requires_grad of x, autocast, or the
                 sharding differ between ranks.
@@ -127,7 +127,13 @@ class ReplicatedLayer(nn.Module):
                     f"{kind}.{name} is a {type(part).__name__}, which communicates; needed is "
                     f"a layer that does not, such as nn.Linear. Replace the {kind} instead."
                 )
-            if parametrize._cache_enabled and parametrize.is_parametrized(part):
+            if (
+                parametrize._cache_enabled
+                and self.comm.size > 1
+                and torch.is_grad_enabled()
+                and parametrize.is_parametrized(part)
+                and any(weight.requires_grad for weight in part.parameters())
+            ):
                 raise ValueError(
                     f"{kind}: {name or 'it'} has a parametrization, and parametrize.cached() "
                     "may hold an earlier weight, whose gradient the ranks do not sum. Call "

@@ -183,7 +183,9 @@ class CheckedComm(Messages):
             if alone:
                 alone.Free()
         if "group" in call:
-            self._mpi.Group.Get_size(call["group"])  # raises if it is no group
+            if not isinstance(group := call["group"], self._mpi.Group):
+                raise TypeError(f"{type(group).__name__} was given as the group; pass an MPI.Group")
+            group.Get_size()  # raises for a null group
         values = ((key, call[key]) for key in AGREED[name].split())
         text = ", ".join(
             f"{key}={value if value is None else np.asarray(value).tolist()}"
