@@ -221,7 +221,7 @@ def forward(
             q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
         mask = _additive(allowed, q.dtype)
         if mask is None and k.shape[2] < FEW_KEYS:
-            mask = q.new_zeros(q.shape[2], k.shape[2])
+            mask = q.new_zeros(k.shape[2]).expand(q.shape[2], -1)
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(q, k, v, 0.0, kind == "causal", attn_mask=mask, scale=scale)
         return out, lse
