@@ -384,8 +384,9 @@ def main(
     words = given.command[given.command[0] == "--" :]
     leave_step()
     try:
-        how = {"timeout": given.timeout, "mpi_args": given.mpi_args, "source": typed()}
-        return run(given.ranks, words, **how)
+        return run(
+            given.ranks, words, timeout=given.timeout, mpi_args=given.mpi_args, source=typed()
+        )
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (ValueError, OSError) as error:
