@@ -41,7 +41,7 @@ Strip = tuple[slice, slice, Tensor | None]
 """(queries, keys, bool mask (queries, keys) of visible pairs). None: every pair is visible."""
 
 FEW_KEYS = 16
-"""Below this number of keys, the CPU flash kernel without a mask takes a row of NaN for unseen."""
+"""With fewer keys and no mask, the CPU flash kernel gives 0 to a query whose scores are NaN."""
 SCORES, CPU_SCORES = 1 << 26, 1 << 20
 """The most elements of q k^T that the plain kernel holds at a time: on a GPU, and on a CPU.
 CPU_SCORES elements fit into a CPU's cache."""
