@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Count:
-    """Count the calls of one operation on this rank, and the messages and bytes that they send.
+    """Count the calls of one operation on this rank, and the messages and bytes that it sends.
 
     Inside a collective of the MPI library `messages` stays 0, since the library decides about them.
     If ranks of a node read each other's memory, nothing is sent. Then `messages` counts the regions
@@ -19,7 +19,7 @@ class Count:
         messages: number of point-to-point messages sent.
         bytes_sent: bytes of the messages that this rank sent, forwarded ones too, or that it read
             in shared memory. If the MPI library runs the collective, the bytes of this rank's input
-            that other ranks need (payload). Do not compare these.
+            that other ranks need (payload); do not compare a payload with bytes of messages.
         seconds: time that this rank has spent inside the calls and in waiting for them.
         scratch: the most bytes of scratch memory that one call has used, outside the MPI library.
     """

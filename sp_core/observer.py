@@ -12,12 +12,12 @@ from typing import Any
 
 
 class Observer:
-    """Hear what a rank is about to communicate. This is the base class of observers.
+    """Be told what a rank communicates, and supply objects that replace those of MPI.
 
-    The library calls these methods before its own communication. Here each does nothing and
-    returns None. Communicators of `sp_core.testing`, and those over torch.distributed, are their
-    own observers. For communicators of another class, register a function that returns the
-    observer: `observer_of.register`.
+    Each method says when the library calls it. Here each does nothing and returns None.
+    Communicators of `sp_core.testing`, and those over torch.distributed, are their own observers.
+    Those of mpi4py, and of any other class, have `Notices`, unless a function that returns another
+    observer is registered for their class: `observer_of.register`.
     """
 
     def announce_exchange(

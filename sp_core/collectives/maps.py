@@ -369,7 +369,7 @@ def flattened(x: Tensor) -> tuple[Tensor, Work]:
 
 
 def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Work]:
-    """Return (a new vector of all parts' elements, a call that copies these into it again)."""
+    """Return (a new vector of all parts' elements, a call that copies the parts into it again)."""
     lengths = [part.numel() for part in parts]
     vector = parts[0].new_empty(sum(lengths))
 

@@ -185,8 +185,9 @@ def read_stop_strings(folder: str | Path) -> list[str]:
 def chat_prompt(folder: str | Path, text: str, now: datetime) -> str:
     """Return the prompt that a model folder's chat template makes of one message from the user.
 
-    The template is in `chat_template.jinja`, or in `tokenizer_config.json`. It can use the same
-    variables, functions, filters and statements as in transformers, but not `generation` blocks.
+    The template is in `chat_template.jinja`, or in `tokenizer_config.json`; of several it is the
+    one named "default". It can use the same variables, functions, filters and statements as in
+    transformers, but not `generation` blocks.
 
     Args:
         folder: the model folder.
@@ -197,7 +198,8 @@ def chat_prompt(folder: str | Path, text: str, now: datetime) -> str:
         The prompt, up to where the model's answer begins.
 
     Raises:
-        CheckpointError: there is no template, or the template fails with this text.
+        CheckpointError: there is no template, a file cannot be read, or the template fails with
+            this text.
     """
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -251,8 +251,8 @@ def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
 def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> Iterator[Block]:
     """Yield the blocks of arbitrary positions, by halving queries and keys.
 
-    Halving ends where all pairs are visible, where all are too far apart or of different documents,
-    or at CHUNK tokens.
+    Halving ends where all pairs are visible, or none: by order, distance or documents. It also ends
+    at CHUNK tokens. Blocks without a visible pair are left out.
 
     Args:
         rows, columns: indices of the queries and of the keys.

@@ -118,10 +118,11 @@ def rotation(rope: Rope, positions: Positions, like: Tensor) -> Callable[[Tensor
     Args:
         rope: the rotary embedding.
         positions: S global positions, as a range, integers or a tensor.
-        like: a tensor on the device, and in the dtype, of the tensors to rotate.
+        like: a tensor on the device of the tensors to rotate, and of float64 if they are.
 
     Returns:
-        A function from x (B, S, H, head_dim) to the rotated x, with the errors of `Rope.apply`.
+        A function from x (B, S, H, head_dim) to the rotated x of the same dtype, with the errors of
+        `Rope.apply` about x. Those about positions are raised here.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     radians = position_tensor(positions, like.device).double()

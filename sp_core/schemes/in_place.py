@@ -39,10 +39,10 @@ def may_share(comm: Communicator, op: str) -> bool:
 
 
 def is_read(comm: Communicator, op: str) -> bool:
-    """Return whether ranks read each other's tensors in shared memory, in place of a collective.
+    """Return whether ranks read each other's tensors in shared memory, and call no collective `op`.
 
-    Return False for a single rank. Return False for shared memory of devices, too: there only the
-    window's own copies are ordered, not the reads of kernels.
+    Return False for a single rank, and for ranks without shared memory. Return False for memory of
+    devices, too: there a kernel could read before the owner has written.
 
     Args:
         comm: the communicator of the ranks.

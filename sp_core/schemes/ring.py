@@ -272,13 +272,15 @@ class Travel:
     def circulate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Block | None]]:
         """Yield the block (a rank's keys and values) of each step, while the next one is received.
 
+        This rank's own block comes first. Every rank iterates to the end.
+
         Args:
-            k, v: this rank's own keys and values. Those that are sent are copied; if k or v is not
-                contiguous, all of it is copied too.
+            k, v: this rank's own keys and values, (B, S, K, D). The keys that other ranks see are
+                copied; if k or v is not contiguous, all of it is copied too.
 
         Yields:
-            (step, rank that owns the block, (k, v)). None stands for (k, v) if this rank does not
-            receive the block.
+            (step, rank that owns the block, (k, v)). From step 1 on, k and v have only the keys
+            that other ranks see. None stands for (k, v) if this rank does not receive the block.
         """
         present: Tensor | None = torch.stack((k[:, self.shown], v[:, self.shown]))
         # contiguous on every rank, so that the kernels round alike

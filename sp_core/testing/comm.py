@@ -31,9 +31,10 @@ class LockstepComm(Observer, ABC):
     """A communicator whose ranks check, before each collective, that all make the same call.
 
     If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
-    left the example by an error, the other ranks raise `PeerFailed`.
+    left the example (one run of the test's body) by an error, the other ranks raise `PeerFailed`.
 
-    A collective with a request, other than `Iallgather`, also waits until all ranks have called it.
+    A call that returns a request also waits until all ranks have made it. Only `Iallgather`, and
+    the call after `announce_early`, return at once.
 
     Args:
         lockstep: this rank's side of the check.

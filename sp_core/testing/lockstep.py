@@ -143,7 +143,7 @@ class Lockstep:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the last example's calls, messages and errors. Ranks may hold different ones."""
+        """Forget the last example's calls, messages and errors; they may differ between ranks."""
         self.calls = 0
         self.sent: list[Message] = []
         self.received: list[Message] = []

@@ -195,7 +195,7 @@ def _run_all(world: World, ranks: Sequence[threading.Thread], timeout: float) ->
     """Start all ranks, and wait for them until the time limit.
 
     If one is late, print all stacks, end the late ranks as far as possible, and raise
-    `ThreadsHung`. Also end them if a signal raises an exception in this thread.
+    `ThreadsHung`. Also end them after any exception in this thread, such as one from a signal.
     """
     deadline = time.monotonic() + min(timeout, watch.LONGEST_SECONDS)
     try:

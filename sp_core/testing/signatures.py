@@ -323,8 +323,8 @@ def exchange(
 def _messages(parts: Iterable[tuple[int, int, int, str]], *, count: bool = True) -> list[Message]:
     """Return messages, given source, destination, number of bytes and kind of data of each.
 
-    Messages from one rank to another are numbered 0, 1, 2, ... (`turn`); with `count` False all are
-    number 0.
+    Messages from one rank to another are numbered 0, 1, 2, ... (`turn`); with `count` False, as in
+    collectives of neighbours, all are number 0. A message of 0 bytes has the kind "".
     """
     turns, made = Counter[tuple[int, int]](), []
     for source, dest, nbytes, kind in parts:
@@ -349,7 +349,7 @@ _UFUNCS: dict[str, tuple[np.ufunc, str]] = {
 
 
 def require_reducible(flow: Flow) -> None:
-    """Raise ValueError unless ranks that are threads have the reduction, and MPI for the type."""
+    """Raise ValueError if threads cannot compute the flow's reduction, or MPI not for its type."""
     parts = [part for _, part in (*flow.gives[:1], *flow.takes[:1])] if flow.reduction else []
     for part in parts:
         require(

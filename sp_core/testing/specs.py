@@ -159,9 +159,10 @@ def _type_of_tensor(tensor: Any) -> str:
 
 
 def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
-    """Return buffer, counts, displacements and datatype of a specification.
+    """Return buffer, counts, displacements and datatype of a specification, None if not given.
 
-    Each is None if it is not given.
+    `form` is as in `read`; for "W" the last item is a datatype for each rank. Raise ValueError if
+    there are not 2 to 4 items, or if a pair of counts and displacements has another length.
     """
     if not isinstance(spec, list | tuple):
         return spec, None, None, None

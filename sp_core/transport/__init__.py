@@ -204,8 +204,8 @@ def _staged(
             name.
         host: sends the copies in host memory.
         device: a CUDA device.
-        size: the number of ranks.
-        poll: called while a rank waits.
+        size: the number of ranks; not used if staged.
+        poll: called while a rank waits; not used if staged.
     """
     from sp_core.transport import cuda, staged
 

@@ -207,7 +207,8 @@ class Window:
         sender's slots.
 
         Args:
-            sends, recvs: (rank of the peer, flat tensor); at most one in `sends`.
+            sends, recvs: (rank of the peer, flat tensor); at most one in `sends`, whose peer is not
+                used, since any rank can read the slots.
             longest: bytes of the longest message of all ranks, or more; the same on every rank.
 
         Raises:
