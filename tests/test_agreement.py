@@ -9,12 +9,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from kit.meshed import meshed
 
 import sp_core as sp
 from sp_core import agreement, progress
 from sp_core.agreement import agree, agreeing_in_turn
 from sp_core.errors import AGREED
+from sp_core.integrations.sequences import digest
 from sp_core.testing import run_threads, spmd
 
 DISAGREE = "the ranks disagree about what to do; nothing was sent. Make these calls equal:"
@@ -288,3 +290,12 @@ def test_agreements_after_an_error_return_no_numbers(mesh: sp.Mesh) -> None:
     with pytest.raises(sp.ShapeError, match="wrong"), agreeing_in_turn() as agree_on:
         found.extend(agree_on(mesh["sp"], lambda: "a call", check) for _ in range(2))
     assert found == [(), ()]
+
+
+def test_the_digest_of_a_batch_is_of_all_its_tokens() -> None:
+    tokens = torch.zeros(2, 100_000, dtype=torch.int64)
+    told = {digest(tokens, None), digest(None, tokens), digest(tokens.view(4, -1), None)}
+    for place in ((0, 0), (0, 8192), (1, 99_999)):
+        tokens[place] = 1
+        told.add(digest(tokens, None))
+    assert len(told) == 6

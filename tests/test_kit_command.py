@@ -76,6 +76,10 @@ def test_only_mpiexec_of_open_mpi_is_told_to_pass_on_parts_of_lines(
     assert command_module.streaming() == expected
 
 
+LETTERS = "-bBdEiIOPqRsSuv"
+"""All options of Python that are one letter, take no value, and let a program run."""
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -84,7 +88,7 @@ def test_only_mpiexec_of_open_mpi_is_told_to_pass_on_parts_of_lines(
         ("python a.py -m b", "PYTHON WATCH a.py -m b"),
         *(
             (f"/opt/python3.11 {flags} -m a -c", f"/opt/python3.11 {flags} WATCH -m a -c")
-            for flags in ("-u -X dev -W error", "-uX dev", "-Werror -i", "-iuXdev -Wm")
+            for flags in ("-u -X dev -W error", "-uX dev", "-Werror -i", "-iuXdev -Wm", LETTERS)
         ),
         ("python3 -c pass", "PYTHON WATCH -c pass"),
         ("python3.14t -c pass", "python3.14t WATCH -c pass"),

@@ -277,14 +277,15 @@ def test_the_tokenizer_of_the_first_rank_of_a_replica_decides(
 ) -> None:
     """That tokenizer finds stop strings, also in special tokens. Other ranks have an empty one."""
     model = DEEP.model(mesh)
-    call = partial(generate, model, [[5, 1, 4], [2]], max_tokens=9, sampling=Sampling(1.5))
+    call = partial(generate, model, [[5, 1, 4], [2]], max_tokens=40, sampling=Sampling(1.5))
     free = call()
     tokenizer = Tokenizer(models.BPE())
     if model.grid.model.rank == 0:
         tokenizer = byte_tokenizer()
         tokenizer.add_special_tokens([tokenizer.id_to_token(token) for token in free[0]])
-    found = call(stop_strings=[bytes(free[0][1:3]).decode()], tokenizer=tokenizer)
-    assert found == [free[0][:3], free[1]]
+    for start, stop in ((1, 3), (0, 39)):
+        found = call(stop_strings=[bytes(free[0][start:stop]).decode()], tokenizer=tokenizer)
+        assert found == [free[0][:stop], free[1]]
 
 
 class Products(TorchFunctionMode):

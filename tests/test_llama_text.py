@@ -1,5 +1,6 @@
 """Test chat templates, tokens that become text, and tokenizers of model folders."""
 
+import io
 import json
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -119,6 +120,22 @@ def test_a_prompt_is_cut_at_the_tokens_that_its_folder_declares(
     ids = tokenizer.encode(f"a{END}b").ids
     assert ids == ([*b"a", 256, *b"b"] if is_one else [*f"a{END}b".encode()])
     assert tokenizer.decode([*b"a", 256, *b"b"]) == shown
+
+
+def test_added_tokens_have_the_numbers_of_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    entries = {str(number): {"content": f"<{number}>"} for number in range(256, 1003)}
+    (tmp_path / CONFIG).write_text(json.dumps({"added_tokens_decoder": entries}))
+    assert read_tokenizer(tmp_path).encode("<300><999><1000>").ids == [300, 999, 1000]
+
+
+def test_files_are_read_as_utf_8_in_any_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io, "text_encoding", lambda given, *_: given or "latin-1")
+    for name, text in ((CONFIG, '{"bos_token": "ß"}'), ("chat_template.jinja", "é{{ bos_token }}")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert chat_prompt(tmp_path, "", NOW) == "éß"
 
 
 @pytest.mark.parametrize("file", [CONFIG, MAP, ADDED])

@@ -76,7 +76,8 @@ def test_stages_before_the_last_one_are_split_as_their_layers_alone() -> None:
     costs = [1, 1, 1, 1, 10, 10]
     for stages, end in ((2, 4), (3, 5), (4, 6)):
         parts = (range(2), range(2, 4), range(4, 5), range(5, 6))[:stages]
-        assert split_stages(costs[:end], stages) == parts
+        for unit in (1, 2.0**-60, 2.0**60):
+            assert split_stages([unit * cost for cost in costs[:end]], stages) == parts
 
 
 @pytest.mark.parametrize("tied", [False, True])

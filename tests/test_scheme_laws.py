@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from oracle.attention_check import Shards, compare
-from oracle.strategies import AttentionProblem, attention_problems
+from oracle.strategies import DRAWN, AttentionProblem, attention_problems
 from test_schemes import EVERY_SCHEME, on
 
 import sp_core as sp
@@ -96,3 +96,29 @@ def test_meshes_do_not_disturb_each_other(
             results = {"out": out, "lse": lse, **shards.gradients(out, lse)}
             compare(name, shards, results, group)
     backwards.Free()
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@given(max_examples=6, layout=st.sampled_from(["contiguous", "zigzag"]), length=st.integers(1, 9))
+def test_a_poisoned_document_leaves_the_others_alone(
+    comm: Any, name: str, poison: float, layout: str, length: int
+) -> None:
+    """Padding that is a document of its own may hold any content, however short documents are."""
+    tokens = 16 * length * comm.size
+    mask = sp.Mask(causal=True, documents=range(0, tokens + 1, length))
+    sharding, sound = DRAWN[layout](tokens, comm.size, 0), torch.ones(tokens, dtype=torch.bool)
+    sound[5 * length : 6 * length] = False
+    whole = torch.randn(4, 1, tokens, 2, 8, generator=torch.Generator().manual_seed(length))
+    whole[3, :, ~sound] = 0  # nothing follows from the padding
+    told = sharding.shard(sound, comm.rank, 0)
+    results = []
+    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
+        for content in (0.0, poison):
+            whole[:3, :, ~sound] = content
+            mine = sharding.shard(whole, comm.rank, 2).to(mesh.device)
+            inputs = [x.clone().requires_grad_() for x in mine[:3]]
+            out = on(mesh, name)(*inputs, sharding=sharding, mask=mask)
+            results.append((out, *torch.autograd.grad(out, inputs, mine[3])))
+    for clean, other in zip(*results, strict=True):
+        torch.testing.assert_close(other[:, told], clean[:, told])

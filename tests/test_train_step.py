@@ -102,6 +102,33 @@ def test_a_weight_that_is_frozen_after_a_step_stays_as_it_is(mesh: sp.Mesh) -> N
     assert not torch.equal(last, trained)
 
 
+@spmd(1, 2)
+@meshed("tp")
+def test_a_step_without_a_gradient_decays_the_weights(mesh: sp.Mesh) -> None:
+    model = CASE.model(mesh)
+    for x in model.parameters():
+        x.requires_grad_(x is model.embed_tokens.weight)
+    torch.nn.init.zeros_(model.norm.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=1.0)
+    before = model.embed_tokens.weight.detach().clone()
+    assert train_step(model, optimizer, [[1, 2]], max_norm=1.0).norm == 0
+    torch.testing.assert_close(model.embed_tokens.weight.detach(), 0.9 * before)
+
+
+@pytest.mark.parametrize("pad", [0, 5, -1])
+@spmd(1, 2, 3)
+@meshed("tp")
+def test_the_vector_of_the_padding_gets_no_gradient(mesh: sp.Mesh, pad: int) -> None:
+    model = CASE.model(mesh)
+    model.config = replace(model.config, pad_token_id=pad)
+    pad %= CASE.vocab
+    backward(model, [[1, pad, 2, pad, 3]])
+    (own,) = model.embed_tokens.placements["weight"].held[mesh.rank]
+    grad: Any = model.embed_tokens.weight.grad
+    learnt = {own[row] for row in grad.any(1).nonzero()[:, 0].tolist()}
+    assert learnt == {1, 2} & {*own} - {pad}
+
+
 @spmd(2, 3)
 @meshed("tp")
 def test_tensor_ranks_with_unequal_numbers_of_tokens_take_as_many_chunks(mesh: sp.Mesh) -> None:

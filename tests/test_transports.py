@@ -1,5 +1,7 @@
 """Test transports that need hardware, on stand-ins that do everything as late as possible."""
 
+import errno
+import os
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -23,7 +25,7 @@ from sp_core import transport
 from sp_core.programs import operation
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads, session, spmd
-from sp_core.transport import HostTransport, base, cuda, cuda_aware, distributed, wait
+from sp_core.transport import HostTransport, base, cuda, cuda_aware, distributed, shared, wait
 from sp_core.transport.cuda_aware import (
     DeviceTransport,
     no_device_memory,
@@ -378,3 +380,13 @@ def test_a_counter_of_mpi_is_zero_before_any_rank_takes_a_number(
         call.comm.Barrier(),
         call.Win.Allocate().Lock_all(m.MODE_NOCHECK),
     ]
+
+
+def test_memory_that_the_system_does_not_have_leaves_no_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "no pages")))
+    open_files = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(OSError, match="no pages"):
+        shared.HOST.allocate(8)
+    assert sorted(Path("/proc/self/fd").iterdir()) == open_files

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate, chain, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -352,7 +353,7 @@ WITHOUT: dict[str, Any] = {
         "os",
         Without("open", 1, lambda *_: os.open("/proc/version", os.O_RDONLY)),
     ),
-    "another order": ("ORDERED", ()),
+    "a processor of type aarch64": ("platform", SimpleNamespace(machine=lambda: "aarch64")),
     "rank 0 cannot allocate .* memfd_create": ("_LIBC", Without("memfd_create")),
     "rank 2 cannot allocate .* No space left": ("os", Without("posix_fallocate", rank=2)),
 }

@@ -241,7 +241,8 @@ def masks(draw: st.DrawFn, seq_len: int, kv_len: int) -> Mask:
     if draw(st.integers(0, 2)):
         number = draw(st.sampled_from([1, 2, 3, 4, 6]))
         documents = draw(boundaries(seq_len, number))
-        kv_documents = None if seq_len == kv_len else draw(boundaries(kv_len, number))
+        if seq_len != kv_len or not draw(st.integers(0, 3)):
+            kv_documents = draw(boundaries(kv_len, number))
     return Mask(draw(st.booleans()), window, documents, kv_documents)
 
 

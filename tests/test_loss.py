@@ -1,0 +1,38 @@
+"""Test what a loss does with tokens that have no label, and with many that have one."""
+
+from typing import Any
+
+import pytest
+import torch
+from kit.meshed import meshed
+
+import sp_core as sp
+from sp_core.nn.loss import IGNORED, counted, next_token_loss
+from sp_core.testing import spmd
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+@pytest.mark.parametrize("with_head", [False, True])
+@spmd(1, 2, 3)
+@meshed("tensor", data=1)
+def test_a_token_without_a_label_may_hold_anything(
+    mesh: sp.Mesh, with_head: bool, chunk: int | None, poison: float
+) -> None:
+    """Padding is computed too, and its numbers may be undefined."""
+    x, head = torch.randn(2, 5, 4), torch.randn(3, 4) if with_head else None
+    labels = torch.tensor([[0, 1, IGNORED, 2, IGNORED], [IGNORED, 0, 1, 2, 3 * mesh.size - 1]])
+    losses = []
+    for content in (0.0, poison):
+        x[labels == IGNORED] = content
+        groups: Any = {"tensor": mesh["tensor"], "data": mesh["data"]}
+        losses.append(next_token_loss(x, labels, **groups, head=head, chunk=chunk))
+    assert losses[0].isfinite()
+    assert torch.equal(*losses)
+
+
+@spmd(1, 2)
+@meshed("data")
+def test_labels_beyond_the_whole_numbers_of_float32_are_counted(mesh: sp.Mesh) -> None:
+    mine = torch.tensor(2**24 + 1)
+    assert counted(mine, mesh["data"]) == (2**24 + 1) * mesh.size
