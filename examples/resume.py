@@ -39,7 +39,9 @@ def train(mesh: sp.Mesh, folder: Path, steps: int) -> list[float]:
         losses += [float(loss_and_gradients(model, [micro_batch(model, x % 64) for x in drawn]))]
         reduce_gradients(weights, data=grid.data, tensor=grid.tensor)
         adamw.step()
-    save_training(model, folder / f"step-{steps:06}", optimizer=adamw, step=steps, generator=order)
+    if start < steps:  # else this job has run before, up to its end
+        target = folder / f"step-{steps:06}"
+        save_training(model, target, optimizer=adamw, step=steps, generator=order)
     return losses
 
 

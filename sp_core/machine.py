@@ -194,12 +194,12 @@ LOCAL_RANKS = (
 """Of torchrun, Open MPI, MPICH, MVAPICH 2, PALS and Slurm; Slurm's is last, see `local_rank`."""
 
 
-def local_rank(default: int = 0) -> int:
+def local_rank(default: int = 0, processes: int = 2) -> int:
     """Return the number of this process on its node, as its launcher says, else `default`.
 
-    Slurm's number counts only if srun has started several tasks: processes that a batch script or a
-    single task starts all inherit 0.
+    Slurm's number counts only if srun has started at least `processes` tasks. Processes that a
+    batch script or a task starts itself inherit the number of that task, so several have the same.
     """
-    names = LOCAL_RANKS if _srun_tasks() > 1 else LOCAL_RANKS[:-1]
+    names = LOCAL_RANKS if _srun_tasks() >= processes else LOCAL_RANKS[:-1]
     found = (os.environ.get(name, "") for name in names)
     return next((int(text) for text in found if text.isdecimal()), default)

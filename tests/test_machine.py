@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from sp_core import machine
+from sp_core import machine, transport
 from sp_core.launch.bounded import LAUNCH_PROBLEMS, bounded, launch_problem
 from sp_core.machine import JOB_SIZES, JOB_VARIABLES, LOCAL_RANKS
+from sp_core.transport import named_device
 
 HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 
@@ -153,6 +155,8 @@ def test_a_launcher_says_whether_this_is_a_job_its_ranks_and_the_rank_on_the_nod
     monkeypatch.setattr(os, "environ", variables)
     assert (machine.in_job(), machine.started_tasks()) == (job, tasks)
     assert machine.local_rank(7) == local
+    by_slurm = not any(name in variables for name in LOCAL_RANKS[:-1])
+    assert machine.local_rank(7, tasks + 1) == (7 if by_slurm else local)
 
 
 @pytest.mark.parametrize(
@@ -270,3 +274,13 @@ def test_a_launch_that_fails_has_a_problem_and_a_remedy(
     code: int | None, output: str, wanted: tuple[str, str]
 ) -> None:
     assert launch_problem(code, output) == wanted
+
+
+def test_processes_that_a_task_of_slurm_starts_have_devices_of_their_own(substitute: Any) -> None:
+    """They inherit the task's number on its node. Here each of two tasks starts four."""
+    substitute(os, environ={"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"})
+    substitute(transport, count_devices=lambda kind: 4)
+    substitute(torch.accelerator, current_device_index=lambda: 0)
+    assert {str(named_device("cuda", rank)) for rank in range(8)} == {"cuda:0"}
+    substitute(torch.distributed, is_initialized=lambda: True, get_world_size=lambda: 8)
+    assert [named_device("cuda", rank).index for rank in range(8)] == [*range(4), *range(4)]

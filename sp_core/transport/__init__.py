@@ -185,7 +185,9 @@ def named_device(device: torch.device | str | int | None, rank: int) -> torch.de
         )
     index = found.index
     if index is None:  # the current device is 0 until a program chooses another
-        index = torch.accelerator.current_device_index() or local_rank(rank) % count
+        of_torch = torch.distributed.is_available() and torch.distributed.is_initialized()
+        local = local_rank(rank, torch.distributed.get_world_size() if of_torch else 2)
+        index = torch.accelerator.current_device_index() or local % count
     if index >= count:
         raise DeviceError(
             f"device {str(found)!r} was asked for; there are {count} {kind.upper()} devices, "
