@@ -73,7 +73,7 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
     variables = [*_variables()]
     found = [
         Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}"),
-        Finding("processor", "ok", f"{cpu_model()}, {cores()} cores"),
+        Finding("processor", "ok", f"{cpu_model()}, {cores()} of {os.cpu_count()} logical cores"),
         _shared_memory(),
         _gpus(device),
         *variables,

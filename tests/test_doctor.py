@@ -251,7 +251,7 @@ def test_what_needs_mpi_and_a_mesh_is_left_out_without(
     needs_nodes = ["transports cuda"] if needs_mesh and nodes == "ok" else []
     assert [*doctor.examine("cuda", measure=True)] == [
         Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}"),
-        Finding("processor", "ok", "Best 9, 7 cores"),
+        Finding("processor", "ok", f"Best 9, 7 of {os.cpu_count()} logical cores"),
         *(Finding("shm", "ok", ""), Finding("GPUs", "broken", "cuda"), variable),
         *(Finding("mpiexec", "ok", True), mpi),  # type: ignore[arg-type]
         *(*needs_mpi, *needs_mesh, *needs_nodes),
