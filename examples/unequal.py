@@ -9,6 +9,7 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core import llama, scheduling
+from sp_core.llama.unequal import work_of
 
 CONFIG = llama.LlamaConfig(
     vocab_size=100,
@@ -26,7 +27,7 @@ def main(world: MPI.Intracomm) -> Tensor:
     """Return the logits after the last token of each sequence, (N, V), the same on every rank."""
     random = torch.Generator().manual_seed(0)
     sequences = [torch.randint(100, (length,), generator=random).tolist() for length in LENGTHS]
-    work = scheduling.Work(per_token=2 * CONFIG.layer_weights, per_pair=4 * 4 * 8)
+    work = work_of(CONFIG)  # floating-point operations
     plan = scheduling.balanced(LENGTHS, world.size, work)  # long ones shared, short ones dealt out
     with sp.Mesh(world, ring=world.size) as mesh:
         model = llama.create(CONFIG, mesh, dtype=torch.float64)

@@ -59,8 +59,9 @@ class Attention:
     Pass a problem that the schemes accept. For others the results mean nothing.
 
     Args:
-        sharding, kv_sharding: which rank holds which queries, and which keys and values.
-        mask: which keys each query sees.
+        sharding, kv_sharding: which rank holds which queries, and which keys and values. Pass both,
+            though a scheme takes `kv_sharding` from `sharding`.
+        mask: which keys each query sees; `Mask()` for all.
         batch, num_heads, num_kv_heads, head_dim: numbers of sequences, query heads and key/value
             heads, and elements of a head.
         itemsize: bytes per element of q, k and v.

@@ -46,7 +46,7 @@ def _are_lists(value: Any) -> bool:
     )
 
 
-def _each(fits: Callable[[Any], bool], refused: type = str) -> Callable[[Any], bool]:
+def _each(fits: Callable[[Any], bool], *refused: type) -> Callable[[Any], bool]:
     return lambda x: _are_positions(x) and not isinstance(x, refused) and all(map(fits, x))
 
 
@@ -135,7 +135,10 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: _is_sequence(x) and all(map(_is_real, x)),
         "a list or tuple with the cost, a number, of each layer",
     ),
-    "lengths": (_each(is_whole, set), "a list or tuple of whole numbers: each sequence's tokens"),
+    "lengths": (
+        _each(is_whole, set, frozenset, dict),
+        "a list or tuple of whole numbers: each sequence's tokens",
+    ),
     "packed": (_are_lists, "a list with the numbers of each rank's sequences, whole numbers"),
     "batches": (_is_sequence, "a list of micro-batches"),
     **dict.fromkeys(

@@ -20,11 +20,12 @@ one rank's tokens, the time of a pass is:
 Letters: B batch, S sequence, H heads, K key/value heads, D head dim, P = R U
 ranks: R along the ring and U along Ulysses, e bytes per element.
 
-A node has one link to other nodes, which all its ranks share. Backward sends
-gradients of K and V in float32 or wider. A message of n bytes takes
-alpha + beta n. The bytes and messages are those of `sp_core.cost`, which
-counts no messages for a collective of the MPI library. If U does not divide H
-and K, Ulysses sends uneven shares, or copies of keys and values: they count.
+A node has one link to other nodes, which all its ranks share. Rings and
+AllGather-KV send gradients of K and V in float32 or wider, all-to-alls send
+them in the dtype of K and V. A message of n bytes takes alpha + beta n. The
+bytes and messages are those of `sp_core.cost`, which counts no messages for a
+collective of the MPI library. If U does not divide H and K, Ulysses sends
+uneven shares, or copies of keys and values: they count.
 """
 
 import argparse

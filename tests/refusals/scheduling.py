@@ -44,6 +44,8 @@ ROWS: list[Row] = [
                 (r"lengths=\[1.0\] was given; pass a list", ([1.0], 2, ONE)),
                 (r"lengths=\[inf\] was given; pass a list", ([math.inf], 2, ONE)),
                 ("lengths=3 was given; pass a list", (3, 2, ONE)),
+                (r"lengths={5: 3} was given; pass a list", ({5: 3}, 2, ONE)),
+                (r"lengths=frozenset.* was given; pass a list", (frozenset({5}), 2, ONE)),
                 ("size='a' was given; pass a whole number", ([1], "a", ONE)),
                 ("size=1.5 was given", ([1], 1.5, ONE)),
             ]
