@@ -63,6 +63,7 @@ COUNTED_ONCE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
     "copy_all_to_group of one": lambda x, comm: sp.copy_all_to_group([x], comm=comm)[0],
     "reduce_from_group": lambda x, comm: sp.reduce_from_group(x, comm=comm),
     "gather_replicated": lambda x, comm: sp.gather_replicated(x, comm=comm, dim=1),
+    "gather_replicated of rows": lambda x, comm: sp.gather_replicated(x, comm=comm, dim=0),
 }
 """Functions that mark where a value begins or ends that counts once in the loss."""
 
