@@ -164,6 +164,7 @@ def noxfile(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
         return sessions.setdefault(name or body.__name__, body)
 
     nox = Mock(session=session, parametrize=lambda *_: lambda body: body)
+    nox.command.CommandFailed = OSError
     monkeypatch.setitem(sys.modules, "nox", nox)
     monkeypatch.setattr(sys, "argv", ["nox", "--", *arguments])
     names = runpy.run_path(str(ROOT / "noxfile.py"))
@@ -308,3 +309,13 @@ def test_no_record_of_an_mpi_replaces_that_of_another(
         with pytest.raises(SystemExit) if refused else nullcontext():
             names[name](session)
         assert session.run.call_count == (runs if runs or refused else 2), name
+
+
+def test_a_failure_with_one_mpi_leaves_the_other_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, run = noxfile(monkeypatch), Mock(side_effect=[OSError("exit code 1"), None])
+    names["_prepare"].__globals__["_prepare"] = Mock(return_value=sys.executable)
+    session = Mock(posargs=[], run=run, error=Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        names["growth"](session)
+    assert run.call_count == 2
+    session.error.assert_called_once_with("growth failed with openmpi")
