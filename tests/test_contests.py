@@ -18,7 +18,7 @@ from benchmarks.contests.contest import Contest, Wrong
 from benchmarks.contests.netlab.table import netlab
 from benchmarks.reporting import tables
 from benchmarks.sample import ABSENT, race
-from benchmarks.statistics import Interval
+from benchmarks.statistics import FEWEST, WITHIN, Interval
 from sp_core.llama import create
 from sp_core.scheduling.assignment import imbalance
 from sp_core.testing import spmd
@@ -176,9 +176,19 @@ def test_the_exponent_of_a_power_is_found_beside_a_constant_at_small_sizes(degre
 def test_a_cost_above_its_limit_or_bound_is_told(
     rounds: list[list[float]], more: dict[str, float], texts: list[str]
 ) -> None:
-    lines = [growth.line("a cost", SIZES, *rounds, **more)]
+    lines = [growth.line("a cost (ms)", SIZES, *rounds, **more)]
     told = wrong(growth, {"name": "computed", "lines": lines})
     assert [text in one for text, one in zip(texts, told, strict=True)] == [True] * len(texts)
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 6])
+def test_few_rounds_leave_a_time_open_and_one_value_decides_a_count(rounds: int) -> None:
+    lines = [growth.line(f"plan (ms): {rounds}", SIZES, *[LINEAR] * rounds, allowed=1.1), CHEAP]
+    (table,) = growth.show({"launches": [{"name": "computed", "lines": lines}]})
+    assert isinstance(table, tables.Table)
+    mark = "reached, open" if rounds < FEWEST else "reached"
+    assert [row[-1] for row in table.rows] == [mark, "reached"]
+    assert table.note == WITHIN
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from benchmarks.contests.contest import Contest, Entry, Part, at_least
 from benchmarks.launching import Record, about, numbers_of_ranks
 from benchmarks.machine import device as device_of, facts
 from benchmarks.reporting.tables import make
-from benchmarks.statistics import Requirement, exact_interval, ratio
+from benchmarks.statistics import WITHIN, Requirement, exact_interval, ratio
 from benchmarks.worker import Intracomm, Rank
 from sp_core.measuring import interleaved
 
@@ -192,7 +192,7 @@ def show(document: Record) -> Iterator[Part]:
             f"{slicing(launch):.2f} times as long as its share of the device{''.join(missing)}"
         )
     cells = [row for launch in launches for row in rows(launch, on_gpu=on_gpu)]
-    yield make("AllGather", COLUMNS, cells)
+    yield make("AllGather", COLUMNS, cells, WITHIN)
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
