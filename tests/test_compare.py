@@ -287,12 +287,14 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, substitute:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("HEAD --ranks 0", "every number must be 1 or more"),
-        ("HEAD --ranks 1,1", "appear once"),
-        ("HEAD --cases nothing-like-it", "no case has nothing-like-it in its name"),
-        ("HEAD --out full", "is not empty"),
-        ("HEAD --launcher srun", "write {ranks} in it"),
-        ("HEAD --timeout 0", "pass more than 0"),
+        ("main --ranks 0", "every number must be 1 or more"),
+        ("main --ranks 1,1", "appear once"),
+        ("main --cases nothing-like-it", "no case has nothing-like-it in its name"),
+        ("main --out full", "is not empty"),
+        ("main --launcher srun", "write {ranks} in it"),
+        ("main --timeout 0", "pass more than 0"),
+        ("HEAD", "the same commit twice"),
+        ("side main~1", "the same commit twice"),  # main has the commit where they parted
     ],
 )
 def test_bad_options_are_refused(

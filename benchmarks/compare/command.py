@@ -124,6 +124,11 @@ def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
     out = fresh_folder(options.out)
     hashes = commits(options.base, options.head)
+    if hashes[0] == hashes[1]:
+        raise UsageError(
+            f"{options.base!r} and {options.head!r} give the same commit twice, {hashes[0]}: base "
+            "is where HEAD left BASE. Commit your change, pass another BASE, or swap the two."
+        )
     if git(ROOT, "status", "--porcelain", "--", "sp_core"):
         print(
             "note: sp_core has changes that are not committed; they are not compared.",
