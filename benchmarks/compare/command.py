@@ -298,7 +298,10 @@ def _stage(
     stage: str,
     keys: set[Key],
 ) -> None:
-    """Measure all pairs of a stage; each pair on every number of ranks before the next pair."""
+    """Measure all pairs of a stage; each pair on every number of ranks before the next pair.
+
+    After the first pair only the cases go on that both sides have timed.
+    """
     living = {
         ranks: [case for case, _ in some]
         for ranks, some in derive.grouped(sorted(keys), lambda key: key[1])
@@ -312,12 +315,22 @@ def _stage(
                 bench.launch(side, ranks, names, {**about, "side": side.name, "slot": slot}, out)
                 done += 1
                 heard(f"{stage} pair {index + 1}, P={ranks}, {side.name}", done, total)
-            if index == 0 and _hopeless(out, ranks):
-                del living[ranks]
-                total -= 2 * (STAGES[stage] - 1)
+            if index == 0:
+                living[ranks] = _timed(out, stage, ranks, names)
+                if not living[ranks]:
+                    del living[ranks]
+                    total -= 2 * (STAGES[stage] - 1)
 
 
-def _hopeless(out: Path, ranks: int) -> bool:
-    """Return whether one side has no time of any case, which more pairs would not change."""
-    mine = [record for record in read(out).records if record.case.ranks == ranks]
-    return {record.pair.side for record in mine if record.timing and record.pair} != set(SIDES)
+def _timed(out: Path, stage: str, ranks: int, names: Sequence[str]) -> list[str]:
+    """Return the cases that both sides of a stage's first pair have timed.
+
+    More pairs cannot make the others complete, and a case that hangs takes a launch's whole limit.
+    """
+    found = [record for record in read(out).records if record.case.ranks == ranks]
+    timed = {
+        (one.case.id, one.pair.side)
+        for one in found
+        if one.seconds and one.pair and one.pair.stage == stage
+    }
+    return [name for name in names if all((name, side) in timed for side in SIDES)]
