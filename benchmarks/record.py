@@ -75,11 +75,10 @@ def main(options: argparse.Namespace) -> int:
     """Measure. Return 0 if every case ended well, 1 if one did not, 2 for bad options."""
     ranks = numbers_of_ranks(options.ranks)
     launch, setting = Launch(options.launcher, options.timeout), _setting(options)
-    try:
-        if (out := Path(setting.out)).exists():
-            records.read_bytes(out)
-    except records.ForeignError as error:
-        raise UsageError(f"--out {error} Pass another file.") from None
+    out = Path(setting.out)
+    earlier = records.read(out) if out.exists() else records.Reading()
+    if earlier.problems and not earlier.records:
+        raise UsageError(f"--out {earlier.problems[0].rstrip('.')}. Pass another file.")
     plan = listing(setting, ranks, options.root)
     if not any(plan.values()):
         raise UsageError(

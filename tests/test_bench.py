@@ -238,6 +238,7 @@ REFUSED = {
         "--root /": "has no folder sp_core",
         "--out /dev/full": "no ordinary file",
         "--out /dev/null": "no ordinary file",
+        "--out file": "file, line 1: no JSON",
     },
     "compare": {"HEAD --device xpu": "--device: invalid choice: 'xpu'"},
     "documents": {
@@ -303,11 +304,12 @@ def test_bad_options_are_refused_before_anything_starts(
     monkeypatch.setattr(record, "listing", lambda *_: pytest.fail("cases were listed"))
     monkeypatch.setattr(launching, "run", lambda *_, **__: pytest.fail("a launch began"))
     monkeypatch.chdir(tmp_path)
-    Path("file").write_text("")
+    Path("file").write_text("a note\n")
     with pytest.raises(SystemExit, match=r"^2$"):  # argparse raises it, and the others return 2
         sys.exit(PROGRAM[program](["--out", "folder/out", *shlex.split(options)]))
     assert complaint in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["file"]
+    assert Path("file").read_text() == "a note\n"
 
 
 def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
