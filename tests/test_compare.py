@@ -302,7 +302,8 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, substitute:
     [
         ("main --ranks 0", "every number must be 1 or more"),
         ("main --ranks 1,1", "appear once"),
-        ("main --cases nothing-like-it", "no case has nothing-like-it in its name"),
+        ("main --cases typo", "no case has 'typo' in its name"),
+        ("main --cases ring typo", "no case has 'typo' in its name"),
         ("main --out full", "is not empty"),
         ("main --launcher srun", "write {ranks} in it"),
         ("main --timeout 0", "pass more than 0"),

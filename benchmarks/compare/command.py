@@ -41,7 +41,7 @@ from benchmarks.launching import (
     starting,
     writable,
 )
-from benchmarks.record import Plan, listing, run_launch
+from benchmarks.record import Plan, each_found, listing, run_launch
 from benchmarks.records import read
 from benchmarks.reporting import derive, tables
 from benchmarks.reporting.page import Page, write
@@ -153,17 +153,12 @@ def compare(
         UsageError: options that cannot be run.
     """
     ranks, texts = numbers_of_ranks(options.ranks), options.cases or [""]
+    every = {side.name: bench.listed(side, ranks) for side in pair}
+    each_found(texts, {case for keys in every.values() for case, _ in keys})
     listed = {
-        side.name: {
-            key for key in bench.listed(side, ranks) if any(text in key[0] for text in texts)
-        }
-        for side in pair
+        side: {key for key in keys if any(text in key[0] for text in texts)}
+        for side, keys in every.items()
     }
-    if not any(listed.values()):
-        raise UsageError(
-            f"no case has {' or '.join(options.cases)} in its name. "
-            "`nox -s bench -- --list` names all."
-        )
     tables.say(f"files: {out}")
     how: Any = {
         "seed": secrets.randbits(32),
