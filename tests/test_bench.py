@@ -259,6 +259,8 @@ REFUSED = {
     "gpu": {"--mib nan": "nan is not", "--mib inf": "inf is not"},
     "bench_selftest": {
         "--same -1": "-1 is not 0 or more",
+        "--same 0 --slower 0": "nothing would be measured",
+        "--cases ulysses": "has the planted work",
     },
     "train": {
         "--ranks 1": "every number must be 2 or more",
