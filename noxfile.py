@@ -47,7 +47,7 @@ SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
 
 NOTHING_CHOSEN = 5  # pytest's exit code
 PATIENCE: Any = {"interrupt_timeout": 60, "terminate_timeout": 30}  # seconds after Ctrl-C
-HELPED = bool({"-h", "--help", "--show"} & {*sys.argv})
+HELPED = bool({"-h", "--help", "--show"} & {word.partition("=")[0] for word in sys.argv})
 PEERS_NEED = ("transformers", "accelerate", "einops", "hjson", "msgpack", "psutil", "pydantic")
 AMONG_PEERS: Any = {"packages": PEERS_NEED, "others": ("deepspeed",)}
 

@@ -293,6 +293,7 @@ def test_an_environment_that_does_not_fit_is_made_anew(
         ("--out mine-{mpi}.json", 2),
         ("--mpi mpich --out mine.json", 1),
         ("--show mine.json", 1),
+        ("--show=mine.json", 1),
     ],
 )
 def test_no_record_of_an_mpi_replaces_that_of_another(
