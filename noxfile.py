@@ -172,17 +172,17 @@ def register(name: str, program: Program) -> None:
         unnamed = "--out" in (words := " ".join(arguments)) and "{mpi}" not in words
         if unnamed and len(chosen) > 1 and program.command.startswith("benchmarks "):
             session.error("both MPIs would write one file: put {mpi} into --out, or pass --mpi")
-        usual, env, failed = program.command.split(), dict(program.variables), list[str]()
+        usual, env, failed = program.command.split(), dict(program.variables), list[Exception]()
         if any(word.startswith("tests/") for word in arguments):  # then not their whole folder
             usual = [word for word in usual if "/" not in word]
         for mpi in chosen:
             python = _prepare(session, mpi, *program.packages, others=program.others)
             try:
                 session.run(python, "-m", *usual, *arguments, env=env, **PATIENCE)
-            except nox.command.CommandFailed:  # the next MPI is to have its record all the same
-                failed.append(mpi)
+            except nox.command.CommandFailed as error:  # the next MPI has its record all the same
+                failed.append(error)
         if failed:
-            session.error(f"{name} failed with {' and '.join(failed)}")
+            raise failed[0]
 
     run.__doc__ = program.text
     nox.session(name=name)(run)

@@ -97,8 +97,8 @@ def each_found(texts: Sequence[str], names: Collection[str]) -> None:
     """
     if missing := [text for text in texts or [""] if not any(text in name for name in names)]:
         raise UsageError(
-            f"no case has {' or '.join(map(repr, missing))} in its name. "
-            "`nox -s bench -- --list` names all."
+            f"no case has {' or '.join(map(repr, missing))} in its name, of those that the other "
+            "options choose. `nox -s bench -- --list` names all."
         )
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 MISS = 0.02  # probability that one end of an interval may lie on the wrong side of the true median
 FEWEST = 6  # values for which the whole range misses no more often
-WITHIN = "Rounds of one launch are not independent: intervals hold within this launch only."
+WITHIN = "Rounds of one launch are not independent: each interval holds within its launch only."
 
 
 @dataclass(frozen=True)

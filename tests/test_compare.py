@@ -56,7 +56,7 @@ def broken(stage: str, pair: int, side: str = "head", **more: Any) -> Machine:
             1,
         ),
         (broken("screen", 4), "missing", "1 of 20 launches; " + TIMEOUT.format(4, "screen"), 3),
-        (broken("screen", 0, "base"), "missing", "19 of 20 launches; base in pair 0", 3),
+        (broken("screen", 0, "base"), "missing", "not launched again; base in pair 0", 3),
         (
             broken("confirm", 7, slower=SLOWER),
             "missing",
