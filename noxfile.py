@@ -47,7 +47,7 @@ SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
 
 NOTHING_CHOSEN = 5  # pytest's exit code
 PATIENCE: Any = {"interrupt_timeout": 60, "terminate_timeout": 30}  # seconds after Ctrl-C
-HELPED = bool({"-h", "--help", "--show"} & {*sys.argv})
+HELPED = bool({"-h", "--help", "--show"} & {word.partition("=")[0] for word in sys.argv})
 PEERS_NEED = ("transformers", "accelerate", "einops", "hjson", "msgpack", "psutil", "pydantic")
 AMONG_PEERS: Any = {"packages": PEERS_NEED, "others": ("deepspeed",)}
 
@@ -77,15 +77,9 @@ class Program(NamedTuple):
 PROGRAMS = {
     "scaling": Program("Time one transformer block on several ranks.", "benchmarks scaling"),
     "bench": Program("Write a record for every case and number of ranks.", "benchmarks bench"),
-    "counters": Program(
-        "Compare messages, bytes and memory of fixed cases with benchmarks/counters.json.",
-        "benchmarks counters",
-    ),
+    "counters": Program("Compare messages, bytes and memory of cases.", "benchmarks counters"),
     "compare": Program("Tell whether a commit is slower: `-- BASE [HEAD]`.", "benchmarks compare"),
-    "bench_selftest": Program(
-        "Compare a commit with itself, and with a copy that does more work on one rank.",
-        "benchmarks bench_selftest",
-    ),
+    "bench_selftest": Program("Test `compare` with planted work.", "benchmarks bench_selftest"),
     "report": Program("Show records as tables and plots: `-- RECORDS...`.", "benchmarks report"),
     "history": Program(
         "Plot times over commits, and print where their level changed: `-- RECORDS.jsonl`.",
@@ -178,12 +172,17 @@ def register(name: str, program: Program) -> None:
         unnamed = "--out" in (words := " ".join(arguments)) and "{mpi}" not in words
         if unnamed and len(chosen) > 1 and program.command.startswith("benchmarks "):
             session.error("both MPIs would write one file: put {mpi} into --out, or pass --mpi")
+        usual, env, failed = program.command.split(), dict(program.variables), list[Exception]()
+        if any(word.startswith("tests/") for word in arguments):  # then not their whole folder
+            usual = [word for word in usual if "/" not in word]
         for mpi in chosen:
             python = _prepare(session, mpi, *program.packages, others=program.others)
-            usual = program.command.split()
-            if any(word.startswith("tests/") for word in arguments):  # then not their whole folder
-                usual = [word for word in usual if "/" not in word]
-            session.run(python, "-m", *usual, *arguments, env=dict(program.variables), **PATIENCE)
+            try:
+                session.run(python, "-m", *usual, *arguments, env=env, **PATIENCE)
+            except nox.command.CommandFailed as error:  # the next MPI has its record all the same
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     run.__doc__ = program.text
     nox.session(name=name)(run)

@@ -7,7 +7,7 @@ a case that was not reached because its launch ended early.
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -75,22 +75,31 @@ def main(options: argparse.Namespace) -> int:
     """Measure. Return 0 if every case ended well, 1 if one did not, 2 for bad options."""
     ranks = numbers_of_ranks(options.ranks)
     launch, setting = Launch(options.launcher, options.timeout), _setting(options)
-    try:
-        if (out := Path(setting.out)).exists():
-            records.read_bytes(out)
-    except records.ForeignError as error:
-        raise UsageError(f"--out {error} Pass another file.") from None
+    out = Path(setting.out)
+    earlier = records.read(out) if out.exists() else records.Reading()
+    if earlier.problems and not earlier.records:
+        raise UsageError(f"--out {earlier.problems[0].rstrip('.')}. Pass another file.")
     plan = listing(setting, ranks, options.root)
-    if not any(plan.values()):
-        raise UsageError(
-            "no case has that name. `--list` without `--only` and `--layer` prints all."
-        )
+    each_found(options.only, {case.id for cases in plan.values() for case in cases})
     if options.list:
         for size, cases in plan.items():
             print("\n".join(f"{case.id} {size}" for case in cases))
         return 0
     writable(out)
     return _run_all(plan, setting, launch, options.root)
+
+
+def each_found(texts: Sequence[str], names: Collection[str]) -> None:
+    """Check that each text is in the name of a case; without texts, that there is a case.
+
+    Raises:
+        UsageError: a text is in no name.
+    """
+    if missing := [text for text in texts or [""] if not any(text in name for name in names)]:
+        raise UsageError(
+            f"no case has {' or '.join(map(repr, missing))} in its name, of those that the other "
+            "options choose. `nox -s bench -- --list` names all."
+        )
 
 
 def listing(setting: Setting, ranks: Sequence[int], root: Path) -> Plan:

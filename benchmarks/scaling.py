@@ -135,7 +135,7 @@ OPTIONS: Options = {
         type=Path,
         default=REPORTS / "scaling",
         metavar="FOLDER",
-        help="where files go (default: reports/scaling)",
+        help="where files go, in place of older ones (default: reports/scaling)",
     ),
 }
 
@@ -246,12 +246,13 @@ def main(options: argparse.Namespace) -> int:
     """Run the experiment. Return 0 if every case is right, 1 if one is not, 2 for bad options."""
     launch, every, done = Launch(options.launcher, options.timeout), settings(options), []
     paths = [options.out / file_name(one, every[0].case.dtype) for one in every]
-    plot = options.out / f"strong_scaling_sp_{kind(options.device)}.png"
+    stem = f"strong_scaling_sp_{kind(options.device)}"
+    plot = options.out / f"{stem}.png"
     writable(paths[0])
     warn_of_load()
     code = launching.INTERRUPTED
-    for path in (*paths, plot):
-        path.unlink(missing_ok=True)  # an older result must not pass for this one
+    for path in (*options.out.glob(f"{stem}_p*.json"), plot):
+        path.unlink(missing_ok=True)  # an older result must not pass for one of this run
     try:
         for setting, path in zip(every, paths, strict=True):
             done.append(run_once(setting, launch))

@@ -13,11 +13,15 @@ from itertools import accumulate
 
 MISS = 0.02  # probability that one end of an interval may lie on the wrong side of the true median
 FEWEST = 6  # values for which the whole range misses no more often
+WITHIN = "Rounds of one launch are not independent: each interval holds within its launch only."
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The median of `count` values, and an interval around it from `low` to `high`."""
+    """The median of `count` values, and an interval around it from `low` to `high`.
+
+    A number that was counted, not sampled, has a `count` of 0.
+    """
 
     low: float
     median: float
@@ -35,6 +39,11 @@ def exact_interval(values: Sequence[float]) -> Interval:
     fewer = accumulate(math.comb(n, heads) for heads in range(n // 2))
     k = max((k for k, ways in enumerate(fewer, 1) if ways / 2**n <= MISS), default=1)
     return Interval(ordered[k - 1], statistics.median(ordered), ordered[n - k], n)
+
+
+def certain(value: float) -> Interval:
+    """Return the interval of a number that was counted: every measurement would give it again."""
+    return Interval(value, value, value, 0)
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
@@ -59,12 +68,15 @@ class Requirement:
     relation: str
     bound: float | None
     found: Interval | None
-    least: int = 1
+    least: int = 0
     fails: bool = False
 
     @property
     def mark(self) -> str:
-        """Say whether the median reaches the bound; "open" if the interval crosses the bound."""
+        """Say whether the median reaches the bound.
+
+        It is "open" if the interval crosses the bound, or is that of fewer than `FEWEST` values.
+        """
         if self.found is None:
             return "not measured"
         if self.bound is None:
@@ -76,9 +88,9 @@ class Requirement:
             not self.fails and lies(x, self.bound)
             for x in (self.found.median, self.found.low, self.found.high)
         ]
-        return ("reached" if holds[0] else "not reached") + (
-            "" if len(set(holds)) == 1 else ", open"
-        )
+        few = 0 < self.found.count < FEWEST and not self.fails
+        is_open = few or len(set(holds)) > 1
+        return f"{'' if holds[0] else 'not '}reached{', open' * is_open}"
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of three columns: "must be", "median, interval" and the mark."""

@@ -175,6 +175,14 @@ def test_an_end_in_the_middle_loses_nothing(
     assert not any((launching.REPORTS / folder).exists() for folder in folders)
 
 
+def test_each_text_that_no_case_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a", ranks=1)})
+    assert record.main(["--only", "a", "--only", "x", "--list"]) == 2
+    assert "no case has 'x' in its name" in capsys.readouterr().err
+
+
 def test_a_file_that_grows_too_large_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -238,23 +246,22 @@ REFUSED = {
         "--root /": "has no folder sp_core",
         "--out /dev/full": "no ordinary file",
         "--out /dev/null": "no ordinary file",
+        "--out file": "file, line 1: no JSON",
     },
     "compare": {"HEAD --device xpu": "--device: invalid choice: 'xpu'"},
-    "documents": {
-        "--rounds 0": "0 is not 1 or more",
-        "--ranks 3": "and divide 8",
-    },
-    "growth": {
-        "--rounds 0": "0 is not 1 or more",
-        "--ranks 18": "16 or more, and divide 64",
-    },
+    "documents": {"--rounds 0": "0 is not 1 or more", "--ranks 3": "and divide 8"},
+    "growth": {"--rounds 0": "0 is not 1 or more", "--ranks 18": "16 or more, and divide 64"},
     "collectives": {
         "--launches 0": "0 is not 1 or more",
         "--launches two": "invalid int value",
     },
     "netlab": {"--rounds -3": "-3 is not 1 or more"},
     "gpu": {"--mib nan": "nan is not", "--mib inf": "inf is not"},
-    "bench_selftest": {"--same -1": "-1 is not 0 or more"},
+    "bench_selftest": {
+        "--same -1": "-1 is not 0 or more",
+        "--same 0 --slower 0": "nothing would be measured",
+        "--cases ulysses": "has the planted work",
+    },
     "train": {
         "--ranks 1": "every number must be 2 or more",
         "--only pp": "no launch has 'pp'",
@@ -303,11 +310,12 @@ def test_bad_options_are_refused_before_anything_starts(
     monkeypatch.setattr(record, "listing", lambda *_: pytest.fail("cases were listed"))
     monkeypatch.setattr(launching, "run", lambda *_, **__: pytest.fail("a launch began"))
     monkeypatch.chdir(tmp_path)
-    Path("file").write_text("")
+    Path("file").write_text("a note\n")
     with pytest.raises(SystemExit, match=r"^2$"):  # argparse raises it, and the others return 2
         sys.exit(PROGRAM[program](["--out", "folder/out", *shlex.split(options)]))
     assert complaint in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["file"]
+    assert Path("file").read_text() == "a note\n"
 
 
 def test_every_program_names_a_function_that_its_ranks_can_call() -> None:

@@ -164,6 +164,7 @@ def noxfile(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
         return sessions.setdefault(name or body.__name__, body)
 
     nox = Mock(session=session, parametrize=lambda *_: lambda body: body)
+    nox.command.CommandFailed = OSError
     monkeypatch.setitem(sys.modules, "nox", nox)
     monkeypatch.setattr(sys, "argv", ["nox", "--", *arguments])
     names = runpy.run_path(str(ROOT / "noxfile.py"))
@@ -292,6 +293,7 @@ def test_an_environment_that_does_not_fit_is_made_anew(
         ("--out mine-{mpi}.json", 2),
         ("--mpi mpich --out mine.json", 1),
         ("--show mine.json", 1),
+        ("--show=mine.json", 1),
     ],
 )
 def test_no_record_of_an_mpi_replaces_that_of_another(
@@ -308,3 +310,11 @@ def test_no_record_of_an_mpi_replaces_that_of_another(
         with pytest.raises(SystemExit) if refused else nullcontext():
             names[name](session)
         assert session.run.call_count == (runs if runs or refused else 2), name
+
+
+def test_a_failure_with_one_mpi_leaves_the_other_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, run = noxfile(monkeypatch), Mock(side_effect=[OSError("exit code 1"), None])
+    names["_prepare"].__globals__["_prepare"] = Mock(return_value=sys.executable)
+    with pytest.raises(OSError, match="exit code 1"):
+        names["growth"](Mock(posargs=[], run=run))
+    assert run.call_count == 2

@@ -56,7 +56,7 @@ def broken(stage: str, pair: int, side: str = "head", **more: Any) -> Machine:
             1,
         ),
         (broken("screen", 4), "missing", "1 of 20 launches; " + TIMEOUT.format(4, "screen"), 3),
-        (broken("screen", 0, "base"), "missing", "1 of 20 launches; base in pair 0", 3),
+        (broken("screen", 0, "base"), "missing", "not launched again; base in pair 0", 3),
         (
             broken("confirm", 7, slower=SLOWER),
             "missing",
@@ -134,6 +134,19 @@ def test_a_side_without_any_record_is_not_launched_to_the_end(
     found = {(row.ranks, str(row.verdict)) for row in result.rows}
     assert (found, result.exit_code) == ({(2, "missing"), (1, "no regression")}, 3)
     assert sum(launch[1] == 2 for launch in machine.launches) == 2
+
+
+@pytest.mark.parametrize("stage", ["screen", "confirm"])
+def test_a_case_that_hangs_in_the_first_pair_is_not_launched_again(
+    stage: str, tmp_path: Path
+) -> None:
+    """A launch would wait for it until its timeout. The other cases are measured to the end."""
+    machine = broken(stage, 0, slower={(RING, 2): 1.3, (ULYSSES, 2): 1.3})
+    result = compared(tmp_path, machine, (2,))
+    assert [launch[2] for launch in machine.launches if RING in launch[4]].count(stage) == 2
+    row, other = (rows_of(result)[case, 2] for case in (RING, ULYSSES))
+    assert (row.verdict, other.verdict) == ("missing", "regressed")
+    assert TIMEOUT.format(0, stage) in row.remarks[0]
 
 
 def test_the_order_of_each_pair_is_its_coin(tmp_path: Path) -> None:
@@ -287,12 +300,15 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, substitute:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("HEAD --ranks 0", "every number must be 1 or more"),
-        ("HEAD --ranks 1,1", "appear once"),
-        ("HEAD --cases nothing-like-it", "no case has nothing-like-it in its name"),
-        ("HEAD --out full", "is not empty"),
-        ("HEAD --launcher srun", "write {ranks} in it"),
-        ("HEAD --timeout 0", "pass more than 0"),
+        ("main --ranks 0", "every number must be 1 or more"),
+        ("main --ranks 1,1", "appear once"),
+        ("main --cases typo", "no case has 'typo' in its name"),
+        ("main --cases ring typo", "no case has 'typo' in its name"),
+        ("main --out full", "is not empty"),
+        ("main --launcher srun", "write {ranks} in it"),
+        ("main --timeout 0", "pass more than 0"),
+        ("HEAD", "the same commit twice"),
+        ("side main~1", "the same commit twice"),  # main has the commit where they parted
     ],
 )
 def test_bad_options_are_refused(

@@ -1,4 +1,4 @@
-"""Test the contests of growth, documents, balance and shared GPUs: figures, and when they fail."""
+"""Test the contests of growth, documents and balance: figures, and when they fail."""
 
 import io
 import json
@@ -9,24 +9,22 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from kit.meshed import meshed
 
 import sp_core as sp
 from benchmarks import launching
-from benchmarks.contests import balance, contest, documents, gpu, growth
+from benchmarks.contests import balance, contest, documents, growth
 from benchmarks.contests.contest import Contest, Wrong
 from benchmarks.contests.netlab.table import netlab
 from benchmarks.reporting import tables
 from benchmarks.sample import ABSENT, race
-from benchmarks.statistics import Interval
+from benchmarks.statistics import FEWEST, WITHIN, Interval
 from sp_core.llama import create
 from sp_core.scheduling.assignment import imbalance
-from sp_core.testing import run_threads, spmd
+from sp_core.testing import spmd
 
 SIZES = (64, 256, 1024, 4096)
 SOME = balance.workload()[::18]
-YES, NO = "reached", "not reached"
 LINEAR, QUADRATIC = [float(P) for P in SIZES], [1e-6 * P * P for P in SIZES]
 
 
@@ -178,9 +176,19 @@ def test_the_exponent_of_a_power_is_found_beside_a_constant_at_small_sizes(degre
 def test_a_cost_above_its_limit_or_bound_is_told(
     rounds: list[list[float]], more: dict[str, float], texts: list[str]
 ) -> None:
-    lines = [growth.line("a cost", SIZES, *rounds, **more)]
+    lines = [growth.line("a cost (ms)", SIZES, *rounds, **more)]
     told = wrong(growth, {"name": "computed", "lines": lines})
     assert [text in one for text, one in zip(texts, told, strict=True)] == [True] * len(texts)
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 6])
+def test_few_rounds_leave_a_time_open_and_one_value_decides_a_count(rounds: int) -> None:
+    lines = [growth.line(f"plan (ms): {rounds}", SIZES, *[LINEAR] * rounds, allowed=1.1), CHEAP]
+    (table,) = growth.show({"launches": [{"name": "computed", "lines": lines}]})
+    assert isinstance(table, tables.Table)
+    mark = "reached, open" if rounds < FEWEST else "reached"
+    assert [row[-1] for row in table.rows] == [mark, "reached"]
+    assert table.note == WITHIN
 
 
 @pytest.mark.parametrize(
@@ -333,64 +341,6 @@ def test_the_times_of_a_race_count_from_its_first_sample() -> None:
     assert race(Mock(bcast=float, allgather=lambda mine: [mine]), {}, 2, 0) == {}
     world = Mock(bcast=float, allgather=lambda mine: [mine, other])
     assert race(world, {"a": lambda: next(spans)}, 2, 0) == {"a": [[(0, 1), (2, 3)], other["a"]]}
-
-
-def gathered(ranks: int, **milliseconds: float) -> dict[str, Any]:
-    """Make a launch of five rounds. The link moves the whole vector down in 0.25 ms, up in 0.5."""
-    samples = {name: [ms * 1e-3] * 5 for name, ms in milliseconds.items()}
-    beside = {"down": (0.25, 0.25), "up": (0.5, 0.5), "computation": (2.0, 3.0 * ranks)}
-    timed = {
-        f"{name}, {who}": [ms * 1e-3] * 5
-        for name, both in beside.items()
-        for who, ms in zip(("one rank", "all ranks"), both, strict=True)
-    }
-    return {
-        "ranks": ranks,
-        "status": "ok",
-        "nbytes": 2**24,
-        "samples": samples,
-        "beside": {**timed, gpu.GATHER: [3e-3] * 5},
-        "missing": {"device": "it says no"},
-    }
-
-
-@pytest.mark.parametrize(
-    ("found", "on_gpu", "marks"),
-    [
-        (gathered(2, naive=9, staged=5, pipelined=0.9, ipc=0.18), True, ["", "", YES, YES]),
-        (gathered(2, pipelined=1.1, ipc=0.23), True, [NO, NO]),
-        (gathered(4, pipelined=2.1), True, [YES]),  # the link needs 1.5 ms: 71 %
-        (gathered(4, pipelined=2.2), True, [NO]),
-        (gathered(2, pipelined=0.1), False, [""]),
-    ],
-)
-def test_what_counts_as_reached(found: dict[str, Any], on_gpu: bool, marks: list[str]) -> None:
-    shown = {row[0]: row[-1] for row in gpu.rows(found, on_gpu=on_gpu)}
-    assert shown == dict(zip(found["samples"], marks, strict=True))
-
-
-def small(comm: Any) -> dict[str, Any]:
-    return gpu.measured(comm, torch.device("cpu"), 4096, side=8, seconds=0.0)
-
-
-def test_every_way_is_checked_and_timed(substitute: Any) -> None:
-    substitute(gpu, ON_CPU=("host", "window", "ipc"), LEAST_ROUNDS=2)
-    found = run_threads(2, small)[0]
-    lengths = {name: len(samples) for name, samples in found["samples"].items()}
-    assert lengths == {"naive": 2, "host": 2, "window": 2}
-    assert set(found["beside"]) == set(gathered(2)["beside"])
-    assert "ipc" in found["missing"]["ipc"]
-    assert {row[0] for row in gpu.rows(found, on_gpu=False)} == {*lengths}
-    substitute(gpu, naive=lambda world, x: x.new_zeros(world.size * x.numel()))
-    with pytest.raises(Exception, match="naive: the gathered numbers are not the ones"):
-        run_threads(2, small)
-
-
-def test_what_is_shown() -> None:
-    good = {**gathered(2, naive=9, pipelined=0.9), "device": {"name": "a GPU"}}
-    shown = str(list(gpu.show({"kind": "cuda", "launches": [good]})))
-    for text in ("pipelined", "reached", "device: it says no", "1.50 times as long", "3.000 ms"):
-        assert text in shown
 
 
 def test_a_terminal_that_is_not_utf_8_gets_escapes() -> None:

@@ -138,12 +138,12 @@ def test_a_case_that_goes_wrong_does_not_lose_the_others(
 def test_no_older_file_passes_for_one_of_a_run_that_ends_early(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Files of ranks that the run does not have are kept."""
-    for end in ("_p1.json", "_p4.json", "_p8.json", ".png"):
-        (tmp_path / f"strong_scaling_sp_cpu{end}").write_text("an older result")
+    """Files of ranks and dtypes that the run does not have would look like a part of it."""
+    for end in ("cpu_p1.json", "cpu_p4.json", "cpu_p8_bfloat16.json", "cpu.png", "gpu_p1.json"):
+        (tmp_path / f"strong_scaling_sp_{end}").write_text("an older result")
     monkeypatch.setattr(launching, "run", Mock(side_effect=KeyboardInterrupt))
     assert scaling.main(["--out", str(tmp_path)]) == launching.INTERRUPTED
-    assert [path.name for path in tmp_path.iterdir()] == ["strong_scaling_sp_cpu_p8.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["strong_scaling_sp_gpu_p1.json"]
 
 
 @pytest.mark.parametrize(

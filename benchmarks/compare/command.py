@@ -41,7 +41,7 @@ from benchmarks.launching import (
     starting,
     writable,
 )
-from benchmarks.record import Plan, listing, run_launch
+from benchmarks.record import Plan, each_found, listing, run_launch
 from benchmarks.records import read
 from benchmarks.reporting import derive, tables
 from benchmarks.reporting.page import Page, write
@@ -124,6 +124,11 @@ def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
     out = fresh_folder(options.out)
     hashes = commits(options.base, options.head)
+    if hashes[0] == hashes[1]:
+        raise UsageError(
+            f"{options.base!r} and {options.head!r} give the same commit twice, {hashes[0]}: base "
+            "is where HEAD left BASE. Commit your change, pass another BASE, or swap the two."
+        )
     if git(ROOT, "status", "--porcelain", "--", "sp_core"):
         print(
             "note: sp_core has changes that are not committed; they are not compared.",
@@ -148,17 +153,12 @@ def compare(
         UsageError: options that cannot be run.
     """
     ranks, texts = numbers_of_ranks(options.ranks), options.cases or [""]
+    every = {side.name: bench.listed(side, ranks) for side in pair}
+    each_found(texts, {case for keys in every.values() for case, _ in keys})
     listed = {
-        side.name: {
-            key for key in bench.listed(side, ranks) if any(text in key[0] for text in texts)
-        }
-        for side in pair
+        side: {key for key in keys if any(text in key[0] for text in texts)}
+        for side, keys in every.items()
     }
-    if not any(listed.values()):
-        raise UsageError(
-            f"no case has {' or '.join(options.cases)} in its name. "
-            "`nox -s bench -- --list` names all."
-        )
     tables.say(f"files: {out}")
     how: Any = {
         "seed": secrets.randbits(32),
@@ -293,7 +293,10 @@ def _stage(
     stage: str,
     keys: set[Key],
 ) -> None:
-    """Measure all pairs of a stage; each pair on every number of ranks before the next pair."""
+    """Measure all pairs of a stage; each pair on every number of ranks before the next pair.
+
+    After the first pair only the cases go on that both sides have timed.
+    """
     living = {
         ranks: [case for case, _ in some]
         for ranks, some in derive.grouped(sorted(keys), lambda key: key[1])
@@ -307,12 +310,22 @@ def _stage(
                 bench.launch(side, ranks, names, {**about, "side": side.name, "slot": slot}, out)
                 done += 1
                 heard(f"{stage} pair {index + 1}, P={ranks}, {side.name}", done, total)
-            if index == 0 and _hopeless(out, ranks):
-                del living[ranks]
-                total -= 2 * (STAGES[stage] - 1)
+            if index == 0:
+                living[ranks] = _timed(out, stage, ranks, names)
+                if not living[ranks]:
+                    del living[ranks]
+                    total -= 2 * (STAGES[stage] - 1)
 
 
-def _hopeless(out: Path, ranks: int) -> bool:
-    """Return whether one side has no time of any case, which more pairs would not change."""
-    mine = [record for record in read(out).records if record.case.ranks == ranks]
-    return {record.pair.side for record in mine if record.timing and record.pair} != set(SIDES)
+def _timed(out: Path, stage: str, ranks: int, names: Sequence[str]) -> list[str]:
+    """Return the cases that both sides of a stage's first pair have timed.
+
+    More pairs cannot make the others complete, and a case that hangs takes a launch's whole limit.
+    """
+    found = [record for record in read(out).records if record.case.ranks == ranks]
+    timed = {
+        (one.case.id, one.pair.side)
+        for one in found
+        if one.seconds and one.pair and one.pair.stage == stage
+    }
+    return [name for name in names if all((name, side) in timed for side in SIDES)]

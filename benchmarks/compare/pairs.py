@@ -158,9 +158,9 @@ def obstacle(group: Group, stage: str) -> tuple[Verdict, str] | None:
     told = [(place, _complaint(group.at.get(place))) for place in places(stage)]
     for (_, index, side), text in told:
         if text:
-            count = sum(bool(other) for _, other in told)
+            count = f"{sum(bool(other) for _, other in told)} of {len(told)} launches"
             first = f"{side} in pair {index} of the {stage} stage: {text}"
-            return Verdict.MISSING, f"{count} of {len(told)} launches; {first}"
+            return Verdict.MISSING, f"{count if index else 'not launched again'}; {first}"
     stages = ("screen",) if stage == "screen" else STAGES
     if difference := _difference([record for one in stages for record in group.of(one)]):
         return Verdict.MISMATCH, difference

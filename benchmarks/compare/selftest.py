@@ -64,6 +64,14 @@ OPTIONS: Options = {
 @program("bench_selftest", __doc__, OPTIONS, KEPT, strict=False)
 def main(options: argparse.Namespace) -> int:
     """Run the tests. Return 0 if the comparison is right, 1 if it is not, 2 for bad options."""
+    if not options.same + options.slower:
+        raise UsageError("nothing would be measured. Pass more than 0 to --same or --slower.")
+    texts = options.cases or [PLANTED_CASE]
+    if options.slower and not any(text in PLANTED_CASE for text in texts):
+        raise UsageError(
+            f"{PLANTED_CASE}, which has the planted work, is not among --cases. Pass a part of its "
+            "name too, or --slower 0."
+        )
     out, head = fresh_folder(options.out), commits("HEAD", "HEAD")[1]
 
     def compared(pair: tuple[Side, Side], name: str) -> Result:

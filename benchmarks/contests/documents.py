@@ -26,7 +26,7 @@ from benchmarks.contests.peers.table import HEADS
 from benchmarks.launching import KEEP_MEMORY, Launch, Record, about, numbers_of_ranks
 from benchmarks.reporting.tables import make
 from benchmarks.sample import makespans, race, turn
-from benchmarks.statistics import Requirement, exact_interval, ratio
+from benchmarks.statistics import WITHIN, Requirement, certain, ratio
 from benchmarks.worker import Rank
 from sp_core.mask.definition import count_visible
 from sp_core.schemes import SCHEMES
@@ -132,7 +132,7 @@ def lines(name: str, samples: Record, size: int) -> Iterator[Requirement]:
         found = ratio(samples[quick["balanced"]], samples[quick["zigzag"]])
         yield Requirement(f"{name}, balanced / zigzag", "<=", SKEWED, found)
     if mask.documents is not None:
-        found = exact_interval([work("balanced", size, mask)])
+        found = certain(work("balanced", size, mask))
         yield Requirement(f"{name}, balanced, most work / mean", "<=", WORK, found)
 
 
@@ -150,7 +150,7 @@ def show(document: Record) -> Iterator[Part]:
             needed += lines(name, samples, size)
             yield from (Wrong(f"{name}, {one}, P = {size}: {x}") for one, x in bad.items())
         yield make(f"P = {size}", ("mask", "contestant", "ms", f"time / {IDEAL}"), rows)
-        yield requirements(f"required, P = {size}", needed)
+        yield requirements(f"required, P = {size}", needed, WITHIN)
         yield from unmet(needed, f"P = {size}")
 
 

@@ -23,7 +23,7 @@ from benchmarks.contests.contest import Contest, Entry, Part, at_least
 from benchmarks.launching import Record, about, numbers_of_ranks
 from benchmarks.machine import device as device_of, facts
 from benchmarks.reporting.tables import make
-from benchmarks.statistics import Requirement, exact_interval, ratio
+from benchmarks.statistics import WITHIN, Requirement, exact_interval, ratio
 from benchmarks.worker import Intracomm, Rank
 from sp_core.measuring import interleaved
 
@@ -143,24 +143,23 @@ COLUMNS = ("way", "P", "ms", "of the link's rate", "times as quick as pipelined"
 
 
 def rows(launch: Record, *, on_gpu: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each gather."""
+    """Yield the cells of each gather; figures are medians over rounds with exact intervals."""
     samples, ranks = launch["samples"], launch["ranks"]
     for name, found in samples.items():
-        seconds, share, quicker = statistics.median(found), None, None
+        share, quicker = None, None
+        milliseconds = exact_interval([1e3 * seconds for seconds in found])
         if name in ("naive", "staged", STAGED):
-            share = link_seconds(launch) / seconds
+            share = exact_interval([link_seconds(launch) / seconds for seconds in found])
         if name != STAGED and STAGED in samples:
-            quicker = ratio(samples[STAGED], found).median
+            quicker = ratio(samples[STAGED], found)
         relation, bound, value = {
-            (2, STAGED): ("<=", MILLISECONDS, seconds * 1e3),
+            (2, STAGED): ("<=", MILLISECONDS, milliseconds),
             (4, STAGED): (">=", SHARE, share),
             (ranks, "ipc"): (">=", TIMES, quicker),
         }.get((ranks, name), ("", None, None))
-        mark = ""
-        if on_gpu and value is not None:
-            mark = Requirement(name, relation, bound, exact_interval([value])).mark
-        shown = ("-" if value is None else f"{value:.2f}" for value in (share, quicker))
-        yield name, str(ranks), f"{seconds * 1e3:.3f}", *shown, mark
+        mark = Requirement(name, relation, bound, value).mark if on_gpu and value else ""
+        shown = (str(cell or "-") for cell in (milliseconds, share, quicker))
+        yield name, str(ranks), *shown, mark
 
 
 def link_seconds(launch: Record) -> float:
@@ -193,7 +192,7 @@ def show(document: Record) -> Iterator[Part]:
             f"{slicing(launch):.2f} times as long as its share of the device{''.join(missing)}"
         )
     cells = [row for launch in launches for row in rows(launch, on_gpu=on_gpu)]
-    yield make("AllGather", COLUMNS, cells)
+    yield make("AllGather", COLUMNS, cells, WITHIN)
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:

@@ -25,7 +25,7 @@ from benchmarks.contests.contest import Contest, Entry, Part, at_least, unmet
 from benchmarks.launching import Record, about, numbers_of_ranks
 from benchmarks.reporting.tables import make, significant
 from benchmarks.sample import Span, peak_memory, race
-from benchmarks.statistics import Requirement, exact_interval
+from benchmarks.statistics import FEWEST, WITHIN, Requirement, certain, exact_interval
 from benchmarks.worker import Rank
 from sp_core import agreement, cost
 from sp_core.mask import blocks
@@ -72,10 +72,11 @@ def line(what: str, sizes: Sequence[int], *rounds: Sequence[float], **more: Any)
 
 def requirements(row: Record) -> Iterator[Requirement]:
     """Yield the requirement on the exponent of a line, and on its last value if it has a bound."""
-    found = exact_interval([exponent(row["sizes"], values) for values in row["rounds"]])
+    judge = exact_interval if "(ms)" in row["what"] else lambda values: certain(*values)
+    found = judge([exponent(row["sizes"], values) for values in row["rounds"]])
     yield Requirement("exponent", "<=", row["allowed"], found)
     if row["bound"] is not None:
-        last = exact_interval([values[-1] for values in row["rounds"]])
+        last = judge([values[-1] for values in row["rounds"]])
         yield Requirement(f"at {row['sizes'][-1]}", "<=", row["bound"], last)
 
 
@@ -356,7 +357,7 @@ def show(document: Record) -> Iterator[Part]:
         rows += [(*start, one.text, *one.cells()) for one in needed]
         yield from unmet(needed, f"{row['what']} over {row['over']}")
     if rows:
-        yield make("growth", columns, rows)
+        yield make("growth", columns, rows, WITHIN)
     for one in document["launches"]:
         if "peaks" in one:
             yield (
@@ -379,7 +380,7 @@ OPTIONS = {
         default="16,32,64", metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
     ),
     "--rounds": about(
-        type=at_least(1), default=5, metavar="N", help="timed rounds (default: %(default)s)"
+        type=at_least(1), default=FEWEST, metavar="N", help="timed rounds (default: %(default)s)"
     ),
 }
 growth = Contest(

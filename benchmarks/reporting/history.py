@@ -10,8 +10,9 @@ in the same way (binary segmentation). A run counts once, however many launches 
 measured in one hour on one machine is not independent.
 
 A change is found if about ten runs precede it and three follow. With fewer runs, shuffled series
-have as large a maximum too often. Of a hundred series without a change about one is marked: an
-alert to look at, never a gate.
+have as large a maximum too often. If runs are independent, about one of a hundred series without a
+change is marked; if the machine's speed drifts over several runs, more are. A mark is an alert to
+look at, never a gate.
 """
 
 import math
@@ -127,8 +128,8 @@ def alerts(series: Sequence[Series]) -> list[Table]:
     found = [(one, change) for one in series for change in one.changes]
     found.sort(key=lambda pair: -abs(math.log(pair[1].ratio)))
     note = (
-        f"{len(series)} series were searched, and about one in a hundred is marked by chance. "
-        "An alert, not a verdict."
+        f"{len(series)} series were searched. If runs are independent, about one in a hundred is "
+        "marked by chance. An alert, not a verdict."
     )
     columns = ("case", "P", "commit", "before (ms)", "after (ms)", "change", "p")
     lines = [

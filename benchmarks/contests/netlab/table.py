@@ -30,7 +30,7 @@ from benchmarks.contests.netlab.hosts import AGENT, ALONE, names
 from benchmarks.launching import Launch, Record, UsageError, about
 from benchmarks.machine import environment
 from benchmarks.sample import Span, makespans, race
-from benchmarks.statistics import Interval, Requirement, exact_interval
+from benchmarks.statistics import WITHIN, Interval, Requirement, exact_interval
 from benchmarks.worker import Intracomm, Rank
 from sp_core.attention import Logits
 from sp_core.programs import ALGORITHMS
@@ -338,7 +338,7 @@ def show(document: Record) -> Iterator[Part]:
             seconds = launch["seconds"].items()
             yield f"{name}: ms: {', '.join(f'{who} {median(x) * 1e3:.2f}' for who, x in seconds)}"
     title = "over the link" if document["mpi"] == "mpich" else "over the link (required of MPICH)"
-    yield requirements(title, rows(launches))
+    yield requirements(title, rows(launches), WITHIN)
 
 
 def rows(launches: Mapping[str, Record]) -> list[Requirement]:
