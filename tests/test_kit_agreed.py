@@ -170,13 +170,19 @@ def test_an_error_at_the_start_of_the_session_reaches_all_ranks(
         driven(plugin.pytest_sessionstart(), OSError("the port is in use"))
 
 
+def item_of(*, marked: bool) -> Any:
+    """Return the item of a test, which may be expected to fail."""
+    marks = {"xfail": pytest.mark.xfail} if marked else {}
+    return SimpleNamespace(nodeid="test_x", get_closest_marker=marks.get)
+
+
 @pytest.mark.parametrize(
     ("mine", "is_expected", "other", "outcome", "stays"),
     [
         ("passed", False, "passed", "passed", True),
         ("passed", False, "failed", "failed", False),
+        ("passed", False, "xfailed", "failed", False),
         ("passed", True, "xpassed", "passed", True),
-        ("passed", True, "xfailed", "failed", False),
         ("skipped", True, "xfailed", "skipped", True),
         ("skipped", True, "skipped", "failed", False),
         ("failed", True, "failed", "failed", True),
@@ -193,14 +199,14 @@ def test_a_report_fails_on_every_rank_or_on_none(
     stays: bool,
 ) -> None:
     """A report that stays is that of this rank. Ranks that are lost exchange nothing."""
-    item, call_of = SimpleNamespace(nodeid="test_x"), Mock()
+    item, call_of = item_of(marked=is_expected), Mock()
     for lost in (False, True):
         report = SimpleNamespace(outcome=mine, longreprtext="", longrepr="own", when="call")
         report.sections = [("Captured log call", "mine")]
         said = [("Captured stdout call", "theirs")] if other == "failed" else []
         if is_expected:
             report.wasxfail = "reason"
-        plugin = ranks_of(tmp_path, 0, ("test_x call", [], ((other, ""), said)))
+        plugin = ranks_of(tmp_path, 0, ("test_x call", [], ((other, ""), said, "")))
         plugin._lost = lost
         found = driven(plugin.pytest_runtest_makereport(item, call_of), report)
         assert found is report
@@ -213,13 +219,48 @@ def test_a_report_fails_on_every_rank_or_on_none(
     assert kit.mock_calls == [call.progress()] * 2
 
 
+STRICT = "[XPASS(strict)] known"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("mine", "other", "outcome", "said"),
+    [
+        (("passed", ""), ("xfailed", "why"), "skipped", "why"),
+        (("failed", STRICT), ("xfailed", "why"), "skipped", "why"),
+        (("skipped", "why"), ("xpassed", STRICT), "skipped", "why"),
+        (("failed", STRICT), ("xpassed", STRICT), "failed", STRICT),
+        (("failed", STRICT), ("failed", "why"), "failed", "why"),
+        (("failed", STRICT), ("skipped", "why"), "failed", "the ranks disagree"),
+    ],
+)
+def test_an_expected_failure_on_one_rank_is_one_on_all(
+    mine: tuple[str, str],
+    other: tuple[str, str],
+    outcome: str,
+    said: str,
+    rank: int,
+    tmp_path: Path,
+    kit: Mock,
+) -> None:
+    plugin = ranks_of(tmp_path, rank, ("test_x setup", [], (other, [], "known")))
+    report: Any = SimpleNamespace(outcome=mine[0], longreprtext=mine[1], longrepr=mine[1])
+    vars(report).update(when="setup", sections=[])
+    if mine[0] == "skipped":
+        report.wasxfail = "known"
+    driven(plugin.pytest_runtest_makereport(item_of(marked=True), Mock()), report)
+    assert report.outcome == outcome
+    assert getattr(report, "wasxfail", "") == ("known" if outcome == "skipped" else "")
+    assert report.longrepr.startswith(said)
+
+
 def test_a_rank_tells_the_end_of_a_long_output(tmp_path: Path, kit: Mock) -> None:
-    plugin = ranks_of(tmp_path, 0, ("test_x call", [], (WRONG, [])))
+    plugin = ranks_of(tmp_path, 0, ("test_x call", [], (WRONG, [], "")))
     told = plugin.control.gather = Mock(wraps=plugin.control.gather)
     report = SimpleNamespace(outcome="failed", longreprtext="", when="call")
     report.sections = [("all", "ab" * 10_000), ("cut", "cd" * 10_000 + "e")]
-    driven(plugin.pytest_runtest_makereport(SimpleNamespace(nodeid="test_x"), Mock()), report)
-    ((_, _, (_, sections)),) = told.call_args.args
+    driven(plugin.pytest_runtest_makereport(item_of(marked=False), Mock()), report)
+    ((_, _, (_, sections, _)),) = told.call_args.args
     assert sections == [("all", "ab" * 10_000), ("cut", "...d" + "cd" * 9_999 + "e")]
 
 

@@ -28,6 +28,14 @@ _MOST_SAID = 20_000
 """The most characters of captured output that a rank tells the others, of each kind."""
 
 
+def _outcome(item: pytest.Item, report: pytest.TestReport) -> str:
+    """Return a report's outcome: "xfailed" or "xpassed" for a test that is expected to fail."""
+    if report.outcome == "skipped" and hasattr(report, "wasxfail"):
+        return "xfailed"
+    has_passed = report.outcome == "passed" or report.longreprtext.startswith("[XPASS(strict)]")
+    return "xpassed" if has_passed and item.get_closest_marker("xfail") else report.outcome
+
+
 class Ranks:
     """A pytest plugin that combines the sessions of all ranks into one.
 
@@ -205,28 +213,29 @@ class Ranks:
         """Combine all ranks' reports on a test's setup, call or teardown. Every rank waits for all.
 
         If a rank has failed, or the outcomes differ, the report fails on every rank. It then has
-        the captured output of all ranks that failed.
+        the captured output of all ranks that failed. An expected failure is one on every rank.
         """
         report: pytest.TestReport = yield
         watch.progress()
         if not self._lost:
-            xfail = (
-                {"passed": "xpassed", "skipped": "xfailed"} if hasattr(report, "wasxfail") else {}
-            )
-            mine = xfail.get(report.outcome, report.outcome), report.longreprtext
+            mine = _outcome(item, report), report.longreprtext
             said = [
                 (name, text if len(text) <= _MOST_SAID else f"...{text[-_MOST_SAID:]}")
                 for name, text in report.sections
                 if report.outcome == "failed"
             ]
-            everyone = self._everyone(f"{item.nodeid} {report.when}", (mine, said))
-            text = self._judged([each for each, _ in everyone])
-            if text:
+            told = mine, said, getattr(report, "wasxfail", "")
+            everyone = self._everyone(f"{item.nodeid} {report.when}", told)
+            outcomes = [outcome for (outcome, _), *_ in everyone]
+            if {*outcomes} == {"xpassed", "xfailed"}:
+                (_, text), _, reason = everyone[outcomes.index("xfailed")]
+                vars(report).update(outcome="skipped", longrepr=text, wasxfail=reason)
+            elif text := self._judged([each for each, *_ in everyone]):
                 report.outcome, report.longrepr = "failed", text
                 vars(report).pop("wasxfail", None)
             report.sections += [
                 (f"{name} on rank {rank}", text)
-                for rank, (_, sections) in enumerate(everyone)
+                for rank, (_, sections, _) in enumerate(everyone)
                 for name, text in sections
                 if rank != self.rank
             ]
