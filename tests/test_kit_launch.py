@@ -165,16 +165,28 @@ def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str)
             3,
             "the ranks are at different points of the session:\n"
             "  rank 0 is at the end of the session\n"
+            "Interrupted: this rank runs no more tests\n"
             "  rank 1 is at tests/kit/case_small.py::test_ordinary setup\n",
         ),
+        (
+            {"CASE_EXIT": "1"},
+            3,
+            "  rank 1 is at the end of the session\n_pytest.outcomes.Exit: no licence",
+        ),
+        (
+            {"CASE_EXIT": "0"},
+            3,
+            "  rank 0 is at the end of the session\n_pytest.outcomes.Exit: no licence\n",
+        ),
     ],
-    ids=["other tests", "an early end"],
+    ids=["other tests", "an early end", "an exit of rank 1", "an exit of rank 0"],
 )
 def test_ranks_whose_sessions_differ_all_end(how: dict[str, str], code: int, said: str) -> None:
     command = (*PYTEST, "--with-mpi", "case_small.py")
     text = launched(2, *command, timeout=20, codes={code}, **how)
     assert text.count(said) == 1, text
     assert "the launch was ended" not in text
+    assert ("= FAILURES =" in text) == ("CASE_EXIT" in how)
 
 
 def test_options_of_the_kit_have_a_heading_of_their_own(pytest_here: InProcess) -> None:

@@ -164,6 +164,10 @@ class Ranks:
         """Keep the text of the internal error that ends this rank's session."""
         self._complaints.append(str(excrepr))
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep the reason why this rank's session ends early, such as that of `pytest.exit`."""
+        self._complaints.append(excinfo.exconly())
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Compare the collected tests of all ranks, and raise on every rank if they differ.
 
@@ -270,7 +274,7 @@ class Ranks:
             lines = ["the ranks are at different points of the session:"]
             for rank, (place, complaints, _) in enumerate(everyone):
                 lines += [f"  rank {rank} is at {place}", *complaints]
-            pytest.exit("\n".join(lines), returncode=pytest.ExitCode.INTERNAL_ERROR)
+            pytest.exit("\n".join(lines))  # with a returncode pytest would not show the failures
         return [value for *_, value in everyone]
 
     def _judged(self, reports: Sequence[tuple[str, str]]) -> str:
