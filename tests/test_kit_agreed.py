@@ -338,12 +338,14 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
     option = plugin.config.option
     option.xmlpath = option.benchmark_json = option.color = option.log_file = "given"
     option.report_log = option.htmlpath = option.benchmark_histogram = "given"
+    option.json_report_file = "given"
     usual = sys.stdout
     monkeypatch.setattr(sys, "stdout", usual)
     if rank:
         plugin._be_quiet()
         assert sys.stdout.name == "/dev/null"
-        names = ("xmlpath", "benchmark_json", "benchmark_histogram", "report_log", "htmlpath")
+        names = ["xmlpath", "benchmark_json", "benchmark_histogram", "report_log", "htmlpath"]
+        names += ["json_report_file"]
         values = dict.fromkeys(names) | {"color": "given", "log_file": os.devnull}
         assert vars(option) == values | {"basetemp": str(tmp_path / "tmp-rank1")}
         sys.stdout.close()
@@ -358,18 +360,21 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
     assert written.call_count == (has_cache and not rank)
 
 
-@pytest.mark.parametrize("disabled", [False, True])
-def test_coverage_that_all_ranks_would_write_to_one_file_is_refused(
-    kit: Mock, tmp_path: Path, *, disabled: bool
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"cov_source": [True], "no_cov": False}, "pytest-cov"),
+        ({"cov_source": [True], "no_cov": True}, None),
+        ({"allure_report_dir": "a"}, "allure-pytest.* --junitxml"),
+        ({"allure_report_dir": None}, None),
+    ],
+)
+def test_reports_that_all_ranks_would_write_are_refused(
+    options: dict[str, Any], refused: str | None, kit: Mock, tmp_path: Path
 ) -> None:
     kit.start.return_value.directory = tmp_path
-    options = {"cov_source": [True], "no_cov": disabled}
     kit.config.getoption = lambda name, default=None: options.get(name, default)
-    with (
-        contextlib.nullcontext()
-        if disabled
-        else pytest.raises(pytest.UsageError, match="pytest-cov")
-    ):
+    with pytest.raises(pytest.UsageError, match=refused) if refused else contextlib.nullcontext():
         Ranks(kit.config, Session()).control.comm.Free()
 
 

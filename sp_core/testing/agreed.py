@@ -21,7 +21,7 @@ from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, find_shared_gpu, keep_largest
 
 _RESULT_FILES = {
-    *("xmlpath", "report_log", "htmlpath"),
+    *("xmlpath", "report_log", "htmlpath", "json_report_file"),
     *("benchmark_json", "benchmark_save", "benchmark_autosave", "benchmark_histogram"),
 }
 _MOST_SAID = 20_000
@@ -51,7 +51,7 @@ class Ranks:
     Raises:
         pytest.UsageError: on every rank: the launch does not have the number of ranks
             that `--sp-expect-ranks` gives; mpiexec or srun started several processes, each of which
-            is alone in MPI; or pytest-xdist or pytest-cov is in use.
+            is alone in MPI; or pytest-xdist, pytest-cov or allure-pytest is in use.
     """
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
@@ -100,7 +100,7 @@ class Ranks:
         raise pytest.UsageError(*([] if self.rank else [text]))
 
     def _refuse_plugins(self) -> None:
-        """Raise a usage error on every rank if pytest-xdist or pytest-cov is in use."""
+        """Raise a usage error on every rank if a plugin is in use that ranks cannot share."""
         option = self.config.getoption
         if option("numprocesses", None):
             self._usage(
@@ -112,6 +112,11 @@ class Ranks:
                 "pytest-cov (--cov) and --with-mpi cannot be combined: all ranks would write one "
                 "file. Leave --cov out, or add --no-cov if addopts has it. Start -- python -m "
                 "coverage run -p -m pytest --with-mpi, then coverage combine."
+            )
+        if option("allure_report_dir", None):
+            self._usage(
+                "allure-pytest (--alluredir) and --with-mpi cannot be combined: each rank would "
+                "report its own outcomes. Leave --alluredir out, and pass --junitxml instead."
             )
 
     def _be_quiet(self) -> None:
