@@ -224,7 +224,7 @@ class LockstepComm(Observer, ABC):
         """Put the call and the rank in front of the text of an error in the call's arguments."""
         try:
             yield
-        except (ValueError, TypeError, KeyError) as problem:
+        except (ValueError, TypeError, KeyError, BufferError) as problem:
             self.family.stopped = True
             raise type(problem)(f"{op} on rank {self.rank} of {self.size}: {problem}") from problem
 
