@@ -57,8 +57,9 @@ Body = Callable[..., None]
 MAX_RANKS = 8
 SPMD_SIZES = 4
 RACE = (
-    "raw replay: this example passes with checked communicators and fails without, so its ranks "
-    "race\n"
+    "raw replay: this example passes with checked communicators and fails without. So its ranks "
+    "race, or the body cannot run twice with the same fixtures (--sp-no-raw-replay leaves the "
+    "second run out).\n"
 )
 MAX_COMMUNICATORS = 64
 MAX_RAW_EXAMPLES = 50
