@@ -313,7 +313,10 @@ class LockstepComm(Observer, ABC):
         """Raise `RankError` if the communicator is freed."""
         if self._freed:
             self.family.stopped = True
-            raise RankError(f"{what.op} on {self.lockstep.name}, a communicator that is freed")
+            raise RankError(
+                f"{what.op} on {self.lockstep.name}, which Free, or the end of its example or "
+                "block, has freed"
+            )
 
     def progress(self) -> None:
         """Hand over the data of started sends and collectives, so that peers can complete."""
