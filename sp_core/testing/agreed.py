@@ -157,8 +157,12 @@ class Ranks:
             raise
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Note, for the report of a hang, which file or folder this rank collects."""
+        """Note, for the report of a hang, which file or folder this rank collects.
+
+        Restart the time limit, which holds for each of them.
+        """
         watch.note(f"collects {collector.nodeid or 'tests'}")
+        watch.progress()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep the text of a collection error, because pytest shows only errors of rank 0."""
