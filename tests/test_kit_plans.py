@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from kit.failing import Alike
 
 from sp_core.testing import engine, given, session
-from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure, failure_class
+from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure, failure_class, leave
 from sp_core.testing.plan import (
     Example,
     Result,
     Spec,
     _decorated,
     fits,
-    leave,
     ranks_of,
     search,
     sweep,

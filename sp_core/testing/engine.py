@@ -32,6 +32,7 @@ from sp_core.testing.outcome import (
     failure,
     failure_class,
     first_line,
+    leave,
     outcome_of,
 )
 from sp_core.testing.plan import (
@@ -44,7 +45,6 @@ from sp_core.testing.plan import (
     combined,
     feed,
     is_fed,
-    leave,
     require_strategies,
     search,
     signature,
