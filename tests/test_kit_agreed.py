@@ -226,6 +226,7 @@ def test_a_report_fails_on_every_rank_or_on_none(
 STRICT = "[XPASS(strict)] known"
 
 
+@pytest.mark.usefixtures("kit")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("mine", "other", "outcome", "said"),
@@ -239,13 +240,7 @@ STRICT = "[XPASS(strict)] known"
     ],
 )
 def test_an_expected_failure_on_one_rank_is_one_on_all(
-    mine: tuple[str, str],
-    other: tuple[str, str],
-    outcome: str,
-    said: str,
-    rank: int,
-    tmp_path: Path,
-    kit: Mock,
+    mine: Any, other: Any, outcome: str, said: str, rank: int, tmp_path: Path
 ) -> None:
     plugin = ranks_of(tmp_path, rank, ("test_x setup", [], (other, [], "known")))
     report: Any = SimpleNamespace(outcome=mine[0], longreprtext=mine[1], longrepr=mine[1])
