@@ -108,8 +108,8 @@ def given(
 
     Raises:
         TypeError: an argument is no strategy, `st.data()` or `st.randoms()`, or the body is
-            `async`, has a `yield`, lacks a parameter, uses pytest's `subtests`, or has another
-            @given or @spmd.
+            `async`, has a `yield`, lacks a parameter, uses pytest's `subtests`, or has @mock.patch
+            or another @given or @spmd.
         RankFailure: when the test is called, for the smallest example that fails. Each origin of
             an error (class, file, line) has a subclass, by which Hypothesis tells bugs apart.
     """
@@ -143,8 +143,8 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
 
     Raises:
         TypeError: a size is neither a number nor a tuple, or the body is `async`, has a `yield`,
-            lacks a parameter, uses pytest's `subtests`, or has another @given or @spmd; when the
-            test is called: it has a decorator of Hypothesis.
+            lacks a parameter, uses pytest's `subtests`, or has @mock.patch or another @given or
+            @spmd; when the test is called: it has a decorator of Hypothesis.
         RankFailure: when the test is called, for the first size that fails.
     """
     if not all(isinstance(size, int | tuple) for size in sizes):

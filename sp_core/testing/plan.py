@@ -163,10 +163,13 @@ def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Si
 
     Raises:
         TypeError: the test has no first parameter for a communicator, or none of a name in `drawn`;
-            it is a coroutine or generator, has @given or @spmd already, or asks for `subtests`.
+            it is a coroutine or generator, has @given, @spmd or @mock.patch already, or asks for
+            `subtests`.
     """
     if getattr(body, "is_hypothesis_test", False):
         raise TypeError(f"{body.__qualname__} has @given or @spmd already. Use one of ours, once.")
+    if hasattr(body, "patchings"):  # ranks that are threads would patch and restore at any time
+        raise TypeError(f"{body.__qualname__} has @mock.patch. Put it above @given or @spmd.")
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_kind(body) for is_kind in kinds):
         raise TypeError(
