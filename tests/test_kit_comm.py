@@ -50,6 +50,8 @@ def test_short_floats_of_torch_are_sent_as_bytes(comm: Any, dtype: torch.dtype) 
     comm.Send(torch.full((2, 3), comm.rank + 0.5).to(dtype), 1 - comm.rank, tag=7)
     request.Wait()
     assert everyone.tolist() == [[1.5 - comm.rank] * 3] * 2
+    with pytest.raises(ValueError, match=r"no SUM of bfloat16 or .*reduce float32"):
+        comm.Allreduce(mine, torch.zeros_like(mine))
 
 
 @pytest.mark.parametrize("name", ["Allreduce", "Iallreduce", "Reduce", "Scan"])

@@ -28,12 +28,10 @@ _MOST_SAID = 20_000
 """The most characters of captured output that a rank tells the others, of each kind."""
 
 
-def _outcome(item: pytest.Item, report: pytest.TestReport) -> str:
-    """Return a report's outcome: "xfailed" or "xpassed" for a test that is expected to fail."""
-    if report.outcome == "skipped" and hasattr(report, "wasxfail"):
-        return "xfailed"
+def _passes(item: pytest.Item, report: pytest.TestReport) -> bool:
+    """Return whether a test that is marked as expected to fail has passed."""
     has_passed = report.outcome == "passed" or report.longreprtext.startswith("[XPASS(strict)]")
-    return "xpassed" if has_passed and item.get_closest_marker("xfail") else report.outcome
+    return has_passed and item.get_closest_marker("xfail") is not None
 
 
 class Ranks:
@@ -226,29 +224,34 @@ class Ranks:
         """Combine all ranks' reports on a test's setup, call or teardown. Every rank waits for all.
 
         If a rank has failed, or the outcomes differ, the report fails on every rank. It then has
-        the captured output of all ranks that failed. An expected failure is one on every rank.
+        the captured output of all ranks that failed. If a test marked `xfail` fails on some ranks
+        and passes on all others, it has failed as expected on every rank.
         """
         report: pytest.TestReport = yield
         watch.progress()
         if not self._lost:
-            mine = _outcome(item, report), report.longreprtext
+            known = hasattr(report, "wasxfail")
+            words = {"passed": "xpassed", "skipped": "xfailed"} if known else {}
+            mine = words.get(report.outcome, report.outcome), report.longreprtext
             said = [
                 (name, text if len(text) <= _MOST_SAID else f"...{text[-_MOST_SAID:]}")
                 for name, text in report.sections
                 if report.outcome == "failed"
             ]
-            told = mine, said, getattr(report, "wasxfail", "")
+            told = mine, said, getattr(report, "wasxfail", ""), _passes(item, report)
             everyone = self._everyone(f"{item.nodeid} {report.when}", told)
-            outcomes = [outcome for (outcome, _), *_ in everyone]
-            if {*outcomes} == {"xpassed", "xfailed"}:
-                (_, text), _, reason = everyone[outcomes.index("xfailed")]
+            outcomes = ["passes" if passes else word for (word, _), *_, passes in everyone]
+            if {*outcomes} == {"passes", "xfailed"}:
+                first = outcomes.index("xfailed")
+                (_, text), _, reason, _ = everyone[first]
+                text += f"\n\nxfailed on rank {first} of {self.size}"
                 vars(report).update(outcome="skipped", longrepr=text, wasxfail=reason)
             elif text := self._judged([each for each, *_ in everyone]):
                 report.outcome, report.longrepr = "failed", text
                 vars(report).pop("wasxfail", None)
             report.sections += [
                 (f"{name} on rank {rank}", text)
-                for rank, (_, sections, _) in enumerate(everyone)
+                for rank, (_, sections, *_) in enumerate(everyone)
                 for name, text in sections
                 if rank != self.rank
             ]

@@ -240,6 +240,7 @@ def leave(outcomes: Sequence[Outcome]) -> None:
     """Leave the test as all ranks did by pytest's skip or xfail, or one by exit if none failed."""
     import pytest  # `run_threads` works without
 
+    __tracebackhide__ = True  # so that pytest names the caller's line
     skips = [outcome for outcome in outcomes if outcome.kind is Kind.SKIP]
     exits = [outcome for outcome in skips if outcome.type == "Exit"]
     failures = {one.type for one in outcomes if one.kind in (Kind.FAIL, Kind.MISMATCH)}

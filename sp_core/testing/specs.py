@@ -133,7 +133,9 @@ def _memory(buffer: Any) -> Array:
     The object is an array or a tensor, has Python's buffer protocol, or lives on a device. Of
     memory on a device only address, size and dtype may be used.
     """
-    on_device = getattr(buffer, "__cuda_array_interface__", None)
+    on_device = None
+    with suppress(AttributeError, KeyError):  # torch has no entry for some of its types
+        on_device = buffer.__cuda_array_interface__
     if on_device is None and not hasattr(buffer, "__dlpack__"):
         return np.asarray(memoryview(buffer))  # `__array__` may give a copy
     if on_device is None and hasattr(buffer, "__array__"):
@@ -141,7 +143,9 @@ def _memory(buffer: Any) -> Array:
             return np.asarray(buffer)
     from mpi4py.MPI import buffer as memory
 
-    kind = _type_of_tensor(buffer) if on_device is None else on_device["typestr"]
+    kind = "V" if on_device is None else on_device["typestr"]
+    if "V" in kind:  # torch's bfloat16, or a type without an entry
+        kind = _type_of_tensor(buffer)
     return np.asarray(memory(buffer)).view(kind)
 
 
