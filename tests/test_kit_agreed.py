@@ -100,7 +100,7 @@ def test_ranks_at_different_points_of_the_session_end_it(tmp_path: Path, rank: i
     points = [f"  rank {n} is at {POINT}" for n in (0, 1)]
     head = "the ranks are at different points of the session:"
     assert str(caught.value).split("\n") == [head, *points, "  rank 2 is at a test", "why:", "x"]
-    assert caught.value.returncode == pytest.ExitCode.INTERNAL_ERROR
+    assert caught.value.returncode is None  # with one, pytest would not show the failures
     assert lost._lost
 
 
@@ -146,12 +146,16 @@ def test_what_a_rank_could_not_do_is_kept_for_the_report(tmp_path: Path, kit: Mo
         report = SimpleNamespace(failed=failed, nodeid="test_x.py", longreprtext="why")
         plugin.pytest_collectreport(report)
     plugin.pytest_internalerror(KeyError("odd"))
-    assert plugin._complaints == ["could not collect test_x.py:\nwhy", "'odd'"]
+    with pytest.raises(pytest.exit.Exception) as caught:
+        pytest.exit("stop")
+    plugin.pytest_keyboard_interrupt(caught)
+    told = ["could not collect test_x.py:\nwhy", "'odd'", "_pytest.outcomes.Exit: stop"]
+    assert plugin._complaints == told
     for nodeid in ("tests", ""):
         plugin.pytest_collectstart(SimpleNamespace(nodeid=nodeid))
     plugin.pytest_runtest_logstart("test_x")
     notes = [call.note("collects tests")] * 2 + [call.note("in test_x")]
-    assert kit.mock_calls == [*notes, call.progress()]
+    assert kit.mock_calls == [each for note in notes for each in (note, call.progress())]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -170,13 +174,19 @@ def test_an_error_at_the_start_of_the_session_reaches_all_ranks(
         driven(plugin.pytest_sessionstart(), OSError("the port is in use"))
 
 
+def item_of(*, marked: bool) -> Any:
+    """Return the item of a test, which may be expected to fail."""
+    marks = {"xfail": pytest.mark.xfail} if marked else {}
+    return SimpleNamespace(nodeid="test_x", get_closest_marker=marks.get)
+
+
 @pytest.mark.parametrize(
     ("mine", "is_expected", "other", "outcome", "stays"),
     [
         ("passed", False, "passed", "passed", True),
         ("passed", False, "failed", "failed", False),
+        ("passed", False, "xfailed", "failed", False),
         ("passed", True, "xpassed", "passed", True),
-        ("passed", True, "xfailed", "failed", False),
         ("skipped", True, "xfailed", "skipped", True),
         ("skipped", True, "skipped", "failed", False),
         ("failed", True, "failed", "failed", True),
@@ -193,14 +203,14 @@ def test_a_report_fails_on_every_rank_or_on_none(
     stays: bool,
 ) -> None:
     """A report that stays is that of this rank. Ranks that are lost exchange nothing."""
-    item, call_of = SimpleNamespace(nodeid="test_x"), Mock()
+    item, call_of = item_of(marked=is_expected), Mock()
     for lost in (False, True):
         report = SimpleNamespace(outcome=mine, longreprtext="", longrepr="own", when="call")
         report.sections = [("Captured log call", "mine")]
         said = [("Captured stdout call", "theirs")] if other == "failed" else []
         if is_expected:
             report.wasxfail = "reason"
-        plugin = ranks_of(tmp_path, 0, ("test_x call", [], ((other, ""), said)))
+        plugin = ranks_of(tmp_path, 0, ("test_x call", [], ((other, ""), said, "", False)))
         plugin._lost = lost
         found = driven(plugin.pytest_runtest_makereport(item, call_of), report)
         assert found is report
@@ -213,13 +223,46 @@ def test_a_report_fails_on_every_rank_or_on_none(
     assert kit.mock_calls == [call.progress()] * 2
 
 
+STRICT = "[XPASS(strict)] known"
+
+
+@pytest.mark.usefixtures("kit")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("mine", "other", "outcome", "said"),
+    [
+        (("passed", ""), ("xfailed", "why"), "skipped", "why"),
+        (("failed", STRICT), ("xfailed", "why"), "skipped", "why"),
+        (("skipped", "why"), ("failed", STRICT), "skipped", "why"),
+        (("failed", STRICT), ("failed", STRICT), "failed", STRICT),
+        (("passed", ""), ("failed", STRICT), "failed", STRICT),
+        (("failed", STRICT), ("passed", ""), "failed", STRICT),
+        (("passed", ""), ("skipped", "why"), "failed", "the ranks disagree"),
+    ],
+)
+def test_an_expected_failure_on_one_rank_is_one_on_all(
+    mine: Any, other: Any, outcome: str, said: str, rank: int, tmp_path: Path
+) -> None:
+    """Here its condition may hold on one rank only, so that the other passes as any test."""
+    told: Any = other, [], "known", other in (("passed", ""), ("failed", STRICT))
+    plugin = ranks_of(tmp_path, rank, ("test_x setup", [], told))
+    report: Any = SimpleNamespace(outcome=mine[0], longreprtext=mine[1], longrepr=mine[1])
+    vars(report).update(when="setup", sections=[])
+    if mine[0] == "skipped":
+        report.wasxfail = "known"
+    driven(plugin.pytest_runtest_makereport(item_of(marked=True), Mock()), report)
+    assert report.outcome == outcome
+    assert getattr(report, "wasxfail", "") == ("known" if outcome == "skipped" else "")
+    assert report.longrepr.startswith(said)
+
+
 def test_a_rank_tells_the_end_of_a_long_output(tmp_path: Path, kit: Mock) -> None:
-    plugin = ranks_of(tmp_path, 0, ("test_x call", [], (WRONG, [])))
+    plugin = ranks_of(tmp_path, 0, ("test_x call", [], (WRONG, [], "", False)))
     told = plugin.control.gather = Mock(wraps=plugin.control.gather)
     report = SimpleNamespace(outcome="failed", longreprtext="", when="call")
     report.sections = [("all", "ab" * 10_000), ("cut", "cd" * 10_000 + "e")]
-    driven(plugin.pytest_runtest_makereport(SimpleNamespace(nodeid="test_x"), Mock()), report)
-    ((_, _, (_, sections)),) = told.call_args.args
+    driven(plugin.pytest_runtest_makereport(item_of(marked=False), Mock()), report)
+    ((_, _, (_, sections, *_)),) = told.call_args.args
     assert sections == [("all", "ab" * 10_000), ("cut", "...d" + "cd" * 9_999 + "e")]
 
 
@@ -293,12 +336,14 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
     option = plugin.config.option
     option.xmlpath = option.benchmark_json = option.color = option.log_file = "given"
     option.report_log = option.htmlpath = option.benchmark_histogram = "given"
+    option.json_report_file = "given"
     usual = sys.stdout
     monkeypatch.setattr(sys, "stdout", usual)
     if rank:
         plugin._be_quiet()
         assert sys.stdout.name == "/dev/null"
-        names = ("xmlpath", "benchmark_json", "benchmark_histogram", "report_log", "htmlpath")
+        names = ["xmlpath", "benchmark_json", "benchmark_histogram", "report_log", "htmlpath"]
+        names += ["json_report_file"]
         values = dict.fromkeys(names) | {"color": "given", "log_file": os.devnull}
         assert vars(option) == values | {"basetemp": str(tmp_path / "tmp-rank1")}
         sys.stdout.close()
@@ -313,18 +358,21 @@ def test_only_rank_0_writes_to_the_terminal_and_to_files(
     assert written.call_count == (has_cache and not rank)
 
 
-@pytest.mark.parametrize("disabled", [False, True])
-def test_coverage_that_all_ranks_would_write_to_one_file_is_refused(
-    kit: Mock, tmp_path: Path, *, disabled: bool
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"cov_source": [True], "no_cov": False}, "pytest-cov"),
+        ({"cov_source": [True], "no_cov": True}, None),
+        ({"allure_report_dir": "a"}, "allure-pytest.* --junitxml"),
+        ({"allure_report_dir": None}, None),
+    ],
+)
+def test_reports_that_all_ranks_would_write_are_refused(
+    options: dict[str, Any], refused: str | None, kit: Mock, tmp_path: Path
 ) -> None:
     kit.start.return_value.directory = tmp_path
-    options = {"cov_source": [True], "no_cov": disabled}
     kit.config.getoption = lambda name, default=None: options.get(name, default)
-    with (
-        contextlib.nullcontext()
-        if disabled
-        else pytest.raises(pytest.UsageError, match="pytest-cov")
-    ):
+    with pytest.raises(pytest.UsageError, match=refused) if refused else contextlib.nullcontext():
         Ranks(kit.config, Session()).control.comm.Free()
 
 

@@ -6,6 +6,7 @@ On ranks other than 0 the text of a failure has one line.
 from contextlib import nullcontext
 from typing import Any, cast
 from unittest import SkipTest, TestCase
+from unittest.mock import patch
 
 import hypothesis
 import pytest
@@ -173,6 +174,7 @@ def drawing(comm: Any, m: int) -> None: ...
         (given, drawing, "drawing has @given or @spmd already"),
         (spmd, drawing, "drawing has @given or @spmd already"),
         (given, spmd(1)(cast("Any", failure_of)), "has @given or @spmd already"),
+        (spmd, patch("os.getppid")(generator), "generator has @mock.patch. Put it above @given"),
         (lambda: given(n=cast("Any", 3)), failure_of, "got n=3. Pass a strategy"),
         (lambda: given(cast("Any", "2")), failure_of, "got nprocs='2'. Pass a strategy"),
         *(

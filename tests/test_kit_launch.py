@@ -76,7 +76,7 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
     suite = ET.parse(tmp_path / "junit.xml").getroot().find("testsuite")
     assert suite is not None
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    assert counts == {"tests": 9, "failures": 5, "errors": 1, "skipped": 1}
+    assert counts == {"tests": 11, "failures": 4, "errors": 1, "skipped": 4}
     assert_told(
         text,
         "AssertionError on rank 1 of 2",
@@ -88,13 +88,12 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
         "printed by rank 1",
         "the ranks disagree about the outcome of this test: "
         "rank 0: passed, rank 1: skipped, rank 2: passed",
-        "rank 0: xpassed, rank 1: xfailed, rank 2: xpassed",
         "worst error over bound: 0.5 in of the session",
         "worst error over bound: 0.25 in of one rank",
     )
     assert "LookupError" not in text
     failed = json.loads((tmp_path / "cache" / "v" / "cache" / "lastfailed").read_text())
-    assert len(failed) == 6
+    assert len(failed) == 5
     assert re.search(r"\nrank 2: \S*case_session\.py:\d+: AssertionError\n", text)
     counted = (
         r"mpi: 2 tests, \d+ examples \(\+ 3 raw\); examples by ranks \{1: \d+, 2: \d+, 3: \d+\}"
@@ -166,16 +165,28 @@ def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str)
             3,
             "the ranks are at different points of the session:\n"
             "  rank 0 is at the end of the session\n"
+            "Interrupted: this rank runs no more tests\n"
             "  rank 1 is at tests/kit/case_small.py::test_ordinary setup\n",
         ),
+        (
+            {"CASE_EXIT": "1"},
+            3,
+            "  rank 1 is at the end of the session\n_pytest.outcomes.Exit: no licence",
+        ),
+        (
+            {"CASE_EXIT": "0"},
+            3,
+            "  rank 0 is at the end of the session\n_pytest.outcomes.Exit: no licence\n",
+        ),
     ],
-    ids=["other tests", "an early end"],
+    ids=["other tests", "an early end", "an exit of rank 1", "an exit of rank 0"],
 )
 def test_ranks_whose_sessions_differ_all_end(how: dict[str, str], code: int, said: str) -> None:
     command = (*PYTEST, "--with-mpi", "case_small.py")
     text = launched(2, *command, timeout=20, codes={code}, **how)
     assert text.count(said) == 1, text
     assert "the launch was ended" not in text
+    assert ("= FAILURES =" in text) == ("CASE_EXIT" in how)
 
 
 def test_options_of_the_kit_have_a_heading_of_their_own(pytest_here: InProcess) -> None:

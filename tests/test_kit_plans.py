@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from kit.failing import Alike
 
 from sp_core.testing import engine, given, session
-from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure, failure_class
+from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure, failure_class, leave
 from sp_core.testing.plan import (
     Example,
     Result,
     Spec,
     _decorated,
     fits,
-    leave,
     ranks_of,
     search,
     sweep,
@@ -211,6 +210,7 @@ def test_a_failure_names_its_example_and_how_to_run_it_again(
     example = "example: plain(nprocs=2, n=0)" if raw else "keep nprocs=2, n=0"
     assert text.endswith(f"\n{example}\nrun it again: python -m pytest test_a.py::test_b")
     assert text.startswith("raw replay: this example passes") == raw
+    assert ("--sp-no-raw-replay leaves the second run out" in text) == raw
 
 
 def test_errors_are_told_with_their_notes_and_those_within() -> None:

@@ -204,6 +204,20 @@ def test_no_rank_runs_a_test_again(
     assert ("-p no:rerunfailures" in str(error)) == bool(is_refused)
 
 
+@pytest.mark.parametrize("with_mpi", [True, False])
+@pytest.mark.parametrize("name", ["pytest-retry", "other"])
+@pytest.mark.parametrize("mark", ["flaky", ""])
+def test_no_rank_tries_a_test_again(name: str, mark: str, *, with_mpi: bool) -> None:
+    """pytest-retry has marked all tests if its option or the ini file asks for it."""
+    given = config(with_mpi=with_mpi)
+    given.pluginmanager.hasplugin = name.__eq__
+    item = Mock(obj=None, get_closest_marker={mark: 1}.get)
+    is_refused = with_mpi and name == "pytest-retry" and mark
+    with pytest.raises(pytest.UsageError) if is_refused else nullcontext() as error:
+        plugin.pytest_collection_modifyitems(given, [item])
+    assert ("-p no:pytest-retry" in str(error)) == bool(is_refused)
+
+
 def test_the_running_test_is_known_by_a_path_from_where_pytest_began(
     current: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def found(spec: Any, form: str, n: int, *, writable: bool = False) -> Meaning:
     """Return the meaning of a specification as the kit reads it."""
     try:
         meaning = read(spec, form, n, writable=writable)
-    except (TypeError, ValueError, LookupError, AttributeError, MPI.Exception):
+    except (TypeError, ValueError, LookupError, AttributeError, BufferError, MPI.Exception):
         return None
     return meaning.text, [
         (part.kind, part.nbytes if part.view is None else part.view.tobytes())
@@ -213,6 +213,17 @@ def test_a_buffer_is_what_mpi4py_takes_for_one(form: str, n: int) -> None:
         assert found(buffer, form, n, writable=True) == (meaning if receives(buffer) else None), (
             name
         )
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("form", ["", "B", "V"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "complex32"])
+def test_a_tensor_whose_type_numpy_lacks_is_bytes(kind: str, form: str) -> None:
+    """mpi4py refuses complex32."""
+    tensor = torch.arange(8.0).to(getattr(torch, kind))
+    for buffer in (tensor, Exported("__dlpack__", tensor), tensor[:0], tensor[::2], [tensor, 4]):
+        assert found(buffer, form, 2) == wanted(buffer, form, 2, 1, "")
+    assert (found(tensor, form, 2) is None) == (kind == "complex32")
 
 
 @pytest.mark.parametrize("form", ["", "B", "V"])

@@ -110,6 +110,8 @@ def test_each_rank_computes_with_one_thread_of_torch() -> None:
         (1, "has no 'Iprobe'. .*mpiexec, where every call of mpi4py is", methodcaller("Iprobe")),
         (1, "has no 'wait'. .* Run this test under mpiexec", lambda comm: comm.Ibarrier().wait()),
         (1, "has no 'Cancel'. .* Run this test under mpiexec", lambda x: x.Ibarrier().Cancel()),
+        (1, "unhashable type: 'ThreadComm'", hash),
+        (1, "unhashable type: 'ThreadRequest'", lambda comm: hash(comm.Ibarrier())),
         (2, "rank 0: finished\n", lambda comm: comm.Recv(np.zeros(1), 0) if comm.rank else None),
         # mpi4py exchanges the counts if none are given
         (

@@ -164,7 +164,7 @@ def start(rank: int) -> Watch:
 
 
 def limit_phases() -> None:
-    """Limit the time of each phase of a test: its setup, call or teardown.
+    """Limit the time of each phase: collection of a file; setup, call or teardown of a test.
 
     The limit is the environment's SP_WATCHDOG_PHASE_S, or 300 seconds, and at least
     `example_seconds()`. If a phase takes longer, the stacks of all threads are written, and

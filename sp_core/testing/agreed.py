@@ -21,11 +21,17 @@ from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, find_shared_gpu, keep_largest
 
 _RESULT_FILES = {
-    *("xmlpath", "report_log", "htmlpath"),
+    *("xmlpath", "report_log", "htmlpath", "json_report_file"),
     *("benchmark_json", "benchmark_save", "benchmark_autosave", "benchmark_histogram"),
 }
 _MOST_SAID = 20_000
 """The most characters of captured output that a rank tells the others, of each kind."""
+
+
+def _passes(item: pytest.Item, report: pytest.TestReport) -> bool:
+    """Return whether a test that is marked as expected to fail has passed."""
+    has_passed = report.outcome == "passed" or report.longreprtext.startswith("[XPASS(strict)]")
+    return has_passed and item.get_closest_marker("xfail") is not None
 
 
 class Ranks:
@@ -43,7 +49,7 @@ class Ranks:
     Raises:
         pytest.UsageError: on every rank: the launch does not have the number of ranks
             that `--sp-expect-ranks` gives; mpiexec or srun started several processes, each of which
-            is alone in MPI; or pytest-xdist or pytest-cov is in use.
+            is alone in MPI; or pytest-xdist, pytest-cov or allure-pytest is in use.
     """
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
@@ -92,7 +98,7 @@ class Ranks:
         raise pytest.UsageError(*([] if self.rank else [text]))
 
     def _refuse_plugins(self) -> None:
-        """Raise a usage error on every rank if pytest-xdist or pytest-cov is in use."""
+        """Raise a usage error on every rank if a plugin is in use that ranks cannot share."""
         option = self.config.getoption
         if option("numprocesses", None):
             self._usage(
@@ -104,6 +110,11 @@ class Ranks:
                 "pytest-cov (--cov) and --with-mpi cannot be combined: all ranks would write one "
                 "file. Leave --cov out, or add --no-cov if addopts has it. Start -- python -m "
                 "coverage run -p -m pytest --with-mpi, then coverage combine."
+            )
+        if option("allure_report_dir", None):
+            self._usage(
+                "allure-pytest (--alluredir) and --with-mpi cannot be combined: each rank would "
+                "report its own outcomes. Leave --alluredir out, and pass --junitxml instead."
             )
 
     def _be_quiet(self) -> None:
@@ -144,8 +155,12 @@ class Ranks:
             raise
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Note, for the report of a hang, which file or folder this rank collects."""
+        """Note, for the report of a hang, which file or folder this rank collects.
+
+        Restart the time limit, which holds for each of them.
+        """
         watch.note(f"collects {collector.nodeid or 'tests'}")
+        watch.progress()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep the text of a collection error, because pytest shows only errors of rank 0."""
@@ -155,6 +170,10 @@ class Ranks:
     def pytest_internalerror(self, excrepr: object) -> None:
         """Keep the text of the internal error that ends this rank's session."""
         self._complaints.append(str(excrepr))
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep the reason why this rank's session ends early, such as that of `pytest.exit`."""
+        self._complaints.append(excinfo.exconly())
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Compare the collected tests of all ranks, and raise on every rank if they differ.
@@ -205,28 +224,34 @@ class Ranks:
         """Combine all ranks' reports on a test's setup, call or teardown. Every rank waits for all.
 
         If a rank has failed, or the outcomes differ, the report fails on every rank. It then has
-        the captured output of all ranks that failed.
+        the captured output of all ranks that failed. If a test marked `xfail` fails on some ranks
+        and passes on all others, it has failed as expected on every rank.
         """
         report: pytest.TestReport = yield
         watch.progress()
         if not self._lost:
-            xfail = (
-                {"passed": "xpassed", "skipped": "xfailed"} if hasattr(report, "wasxfail") else {}
-            )
-            mine = xfail.get(report.outcome, report.outcome), report.longreprtext
+            known = hasattr(report, "wasxfail")
+            words = {"passed": "xpassed", "skipped": "xfailed"} if known else {}
+            mine = words.get(report.outcome, report.outcome), report.longreprtext
             said = [
                 (name, text if len(text) <= _MOST_SAID else f"...{text[-_MOST_SAID:]}")
                 for name, text in report.sections
                 if report.outcome == "failed"
             ]
-            everyone = self._everyone(f"{item.nodeid} {report.when}", (mine, said))
-            text = self._judged([each for each, _ in everyone])
-            if text:
+            told = mine, said, getattr(report, "wasxfail", ""), _passes(item, report)
+            everyone = self._everyone(f"{item.nodeid} {report.when}", told)
+            outcomes = ["passes" if passes else word for (word, _), *_, passes in everyone]
+            if {*outcomes} == {"passes", "xfailed"}:
+                first = outcomes.index("xfailed")
+                (_, text), _, reason, _ = everyone[first]
+                text += f"\n\nxfailed on rank {first} of {self.size}"
+                vars(report).update(outcome="skipped", longrepr=text, wasxfail=reason)
+            elif text := self._judged([each for each, *_ in everyone]):
                 report.outcome, report.longrepr = "failed", text
                 vars(report).pop("wasxfail", None)
             report.sections += [
                 (f"{name} on rank {rank}", text)
-                for rank, (_, sections) in enumerate(everyone)
+                for rank, (_, sections, *_) in enumerate(everyone)
                 for name, text in sections
                 if rank != self.rank
             ]
@@ -261,7 +286,7 @@ class Ranks:
             lines = ["the ranks are at different points of the session:"]
             for rank, (place, complaints, _) in enumerate(everyone):
                 lines += [f"  rank {rank} is at {place}", *complaints]
-            pytest.exit("\n".join(lines), returncode=pytest.ExitCode.INTERNAL_ERROR)
+            pytest.exit("\n".join(lines))  # with a returncode pytest would not show the failures
         return [value for *_, value in everyone]
 
     def _judged(self, reports: Sequence[tuple[str, str]]) -> str:

@@ -224,7 +224,7 @@ class LockstepComm(Observer, ABC):
         """Put the call and the rank in front of the text of an error in the call's arguments."""
         try:
             yield
-        except (ValueError, TypeError, KeyError) as problem:
+        except (ValueError, TypeError, KeyError, BufferError) as problem:
             self.family.stopped = True
             raise type(problem)(f"{op} on rank {self.rank} of {self.size}: {problem}") from problem
 
@@ -313,7 +313,10 @@ class LockstepComm(Observer, ABC):
         """Raise `RankError` if the communicator is freed."""
         if self._freed:
             self.family.stopped = True
-            raise RankError(f"{what.op} on {self.lockstep.name}, a communicator that is freed")
+            raise RankError(
+                f"{what.op} on {self.lockstep.name}, which Free, or the end of its example or "
+                "block, has freed"
+            )
 
     def progress(self) -> None:
         """Hand over the data of started sends and collectives, so that peers can complete."""

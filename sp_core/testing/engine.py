@@ -32,6 +32,7 @@ from sp_core.testing.outcome import (
     failure,
     failure_class,
     first_line,
+    leave,
     outcome_of,
 )
 from sp_core.testing.plan import (
@@ -44,7 +45,6 @@ from sp_core.testing.plan import (
     combined,
     feed,
     is_fed,
-    leave,
     require_strategies,
     search,
     signature,
@@ -57,8 +57,9 @@ Body = Callable[..., None]
 MAX_RANKS = 8
 SPMD_SIZES = 4
 RACE = (
-    "raw replay: this example passes with checked communicators and fails without, so its ranks "
-    "race\n"
+    "raw replay: this example passes with checked communicators and fails without. So its ranks "
+    "race, or the body cannot run twice with the same fixtures (--sp-no-raw-replay leaves the "
+    "second run out).\n"
 )
 MAX_COMMUNICATORS = 64
 MAX_RAW_EXAMPLES = 50
@@ -107,8 +108,8 @@ def given(
 
     Raises:
         TypeError: an argument is no strategy, `st.data()` or `st.randoms()`, or the body is
-            `async`, has a `yield`, lacks a parameter, uses pytest's `subtests`, or has another
-            @given or @spmd.
+            `async`, has a `yield`, lacks a parameter, uses pytest's `subtests`, or has @mock.patch
+            or another @given or @spmd.
         RankFailure: when the test is called, for the smallest example that fails. Each origin of
             an error (class, file, line) has a subclass, by which Hypothesis tells bugs apart.
     """
@@ -142,8 +143,8 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
 
     Raises:
         TypeError: a size is neither a number nor a tuple, or the body is `async`, has a `yield`,
-            lacks a parameter, uses pytest's `subtests`, or has another @given or @spmd; when the
-            test is called: it has a decorator of Hypothesis.
+            lacks a parameter, uses pytest's `subtests`, or has @mock.patch or another @given or
+            @spmd; when the test is called: it has a decorator of Hypothesis.
         RankFailure: when the test is called, for the first size that fails.
     """
     if not all(isinstance(size, int | tuple) for size in sizes):

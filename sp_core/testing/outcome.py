@@ -9,6 +9,7 @@ import functools
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from sp_core.errors import CollectiveMismatch, PeerFailed
 from sp_core.launch.watch import encoded, owner, short
@@ -233,6 +234,21 @@ def failure(
         f"{head}\nwhat each rank did:\n{table(outcomes)}\ntraceback of rank "
         f"{lead}:\n{worst.traceback.rstrip()}"
     )
+
+
+def leave(outcomes: Sequence[Outcome]) -> None:
+    """Leave the test as all ranks did by pytest's skip or xfail, or one by exit if none failed."""
+    import pytest  # `run_threads` works without
+
+    __tracebackhide__ = True  # so that pytest names the caller's line
+    skips = [outcome for outcome in outcomes if outcome.kind is Kind.SKIP]
+    exits = [outcome for outcome in skips if outcome.type == "Exit"]
+    failures = {one.type for one in outcomes if one.kind in (Kind.FAIL, Kind.MISMATCH)}
+    if exits and failures <= {"PeerFailed"}:  # by which other ranks tell of the exit
+        pytest.exit(exits[0].message, returncode=exits[0].returncode)
+    if len(skips) == len(outcomes):
+        way: Callable[..., NoReturn] = pytest.xfail if skips[0].type == "XFailed" else pytest.skip
+        way(skips[0].message)
 
 
 def raise_for_peers(error: BaseException | None, outcomes: Sequence[Outcome]) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
@@ -163,10 +163,13 @@ def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Si
 
     Raises:
         TypeError: the test has no first parameter for a communicator, or none of a name in `drawn`;
-            it is a coroutine or generator, has @given or @spmd already, or asks for `subtests`.
+            it is a coroutine or generator, has @given, @spmd or @mock.patch already, or asks for
+            `subtests`.
     """
     if getattr(body, "is_hypothesis_test", False):
         raise TypeError(f"{body.__qualname__} has @given or @spmd already. Use one of ours, once.")
+    if hasattr(body, "patchings"):  # ranks that are threads would patch and restore at any time
+        raise TypeError(f"{body.__qualname__} has @mock.patch. Put it above @given or @spmd.")
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_kind(body) for is_kind in kinds):
         raise TypeError(
@@ -208,18 +211,6 @@ def require_strategies(strategies: Mapping[str, Any]) -> None:
                 f"@given got {name}=st.{strategy}, by which each rank would draw alone. Draw only "
                 "through the arguments of @given, so that all ranks see the same example."
             )
-
-
-def leave(outcomes: Sequence[Outcome]) -> None:
-    """Leave the test as all ranks did by pytest's skip or xfail, or one by exit if none failed."""
-    skips = [outcome for outcome in outcomes if outcome.kind is Kind.SKIP]
-    exits = [outcome for outcome in skips if outcome.type == "Exit"]
-    failures = {one.type for one in outcomes if one.kind in (Kind.FAIL, Kind.MISMATCH)}
-    if exits and failures <= {"PeerFailed"}:  # by which other ranks tell of the exit
-        pytest.exit(exits[0].message, returncode=exits[0].returncode)
-    if len(skips) == len(outcomes):
-        way: Callable[..., NoReturn] = pytest.xfail if skips[0].type == "XFailed" else pytest.skip
-        way(skips[0].message)
 
 
 def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:

@@ -122,15 +122,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _runs_again(config: pytest.Config, items: list[pytest.Item]) -> bool:
-    """Return whether pytest-rerunfailures is to run tests that fail again."""
+    """Return whether pytest-rerunfailures or pytest-retry is to run tests that fail again."""
+    is_marked = any(item.get_closest_marker("flaky") for item in items)
     if not config.pluginmanager.hasplugin("rerunfailures"):
-        return False
+        return is_marked and config.pluginmanager.hasplugin("pytest-retry")
     count = config.getoption("reruns", None)
     if count is None:
         with suppress(ValueError):  # older versions have no such setting
             count = int(config.getini("reruns") or 0)
     is_asked = count or config.getoption("force_reruns", None)
-    return bool(is_asked) or any(item.get_closest_marker("flaky") for item in items)
+    return bool(is_asked) or is_marked
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has left out tests by -k and -m
@@ -139,8 +140,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Raises:
         pytest.UsageError: pytest-forked is to run a test on ranks, or any test under MPI;
-            pytest-rerunfailures is to run tests again under MPI; or several processes were started
-            without `--with-mpi`, and tests run on ranks.
+            pytest-rerunfailures or pytest-retry is to run tests again under MPI; or several
+            processes were started without `--with-mpi`, and tests run on ranks.
     """
     texts = []
     ours = [item for item in items if _with_mpi(config) or _runs_on_ranks(item)]
@@ -152,9 +153,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
     if _with_mpi(config) and _runs_again(config, items):
         texts.append(
-            "pytest-rerunfailures and --with-mpi cannot be combined: each rank would decide alone "
-            "whether to run a test again. Leave --reruns out. If the ini file or a mark flaky asks "
-            "for it, pass -p no:rerunfailures."
+            "pytest-rerunfailures or pytest-retry and --with-mpi cannot be combined: each rank "
+            "would decide alone whether to run a test again. Leave --reruns and --retries out. If "
+            "the ini file or a mark flaky asks for it, pass -p no:rerunfailures or "
+            "-p no:pytest-retry."
         )
     if texts:
         raise pytest.UsageError(*([] if getattr(kit.current.control, "rank", 0) else texts))

@@ -16,7 +16,15 @@ from sp_core import progress
 from sp_core.launch import watch
 from sp_core.testing.carriers import Stopped, ThreadCarrier, World
 from sp_core.testing.lockstep import abandon
-from sp_core.testing.outcome import FINISHED, Kind, Mismatched, Outcome, capture, failure
+from sp_core.testing.outcome import (
+    FINISHED,
+    Kind,
+    Mismatched,
+    Outcome,
+    capture,
+    failure,
+    leave,
+)
 from sp_core.testing.session import collected, remark, thread
 from sp_core.testing.stuck import Family
 from sp_core.testing.threads import ThreadComm
@@ -69,8 +77,6 @@ def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = 
     remark(remarks)  # Hypothesis takes them in its own thread only
     kinds = {outcome.kind for outcome in outcomes}
     if Kind.SKIP in kinds:
-        from sp_core.testing.plan import leave
-
         leave(outcomes)
     if (problem := failure(outcomes)) is not None:
         raise problem

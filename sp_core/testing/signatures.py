@@ -249,6 +249,7 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
     dests = range({"Scan": rank, "Exscan": rank + 1}.get(op, 0), size) if root is None else (root,)
     sources = range({"Scan": rank + 1, "Exscan": rank}.get(op, size) if root in (None, rank) else 0)
     name = op_name(values["op"])
+    _require_numbers(place, name)
     equal = (sum(part.nbytes for part in sent.parts), sent.parts[0].kind, name, root, counts)
     return Flow(
         tuple((dest, part) for dest in dests for part in sent.parts),
@@ -257,6 +258,13 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
         ", ".join([sent.text, *_named(values)]),
         name,
     )
+
+
+def _require_numbers(part: Part, name: str) -> None:
+    """Raise ValueError if the reduction `name` of MPI would combine the bytes of short floats."""
+    are_bytes = part.view is not None and part.view.dtype.kind == "S"
+    text = f"MPI has no {name} of bfloat16 or shorter floats, only of their bytes; reduce float32"
+    require(not are_bytes or name not in _UFUNCS, text)
 
 
 def _named(values: Values) -> list[str]:

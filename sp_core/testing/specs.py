@@ -7,6 +7,7 @@ returns how many elements of which type go to each rank, and from where.
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from operator import index
 from typing import Any, NamedTuple
@@ -132,14 +133,19 @@ def _memory(buffer: Any) -> Array:
     The object is an array or a tensor, has Python's buffer protocol, or lives on a device. Of
     memory on a device only address, size and dtype may be used.
     """
-    on_device = getattr(buffer, "__cuda_array_interface__", None)
+    on_device = None
+    with suppress(AttributeError, KeyError):  # torch has no entry for some of its types
+        on_device = buffer.__cuda_array_interface__
     if on_device is None and not hasattr(buffer, "__dlpack__"):
         return np.asarray(memoryview(buffer))  # `__array__` may give a copy
     if on_device is None and hasattr(buffer, "__array__"):
-        return np.asarray(buffer)
+        with suppress(TypeError):  # NumPy lacks some types of torch
+            return np.asarray(buffer)
     from mpi4py.MPI import buffer as memory
 
-    kind = _type_of_tensor(buffer) if on_device is None else on_device["typestr"]
+    kind = "V" if on_device is None else on_device["typestr"]
+    if "V" in kind:  # torch's bfloat16, or a type without an entry
+        kind = _type_of_tensor(buffer)
     return np.asarray(memory(buffer)).view(kind)
 
 
@@ -147,7 +153,7 @@ def _type_of_tensor(tensor: Any) -> str:
     """Return the element type of a DLPack tensor as NumPy names it, such as "f4".
 
     In the DLPack structure it lies behind the data pointer, the device and the number of
-    dimensions.
+    dimensions. bfloat16 and shorter floats are "S1", because mpi4py sends them as bytes.
     """
     on_host = tensor.__dlpack_device__()[0] == 1
     capsule = tensor.__dlpack__(**({} if on_host else {"stream": -1}))
@@ -155,7 +161,9 @@ def _type_of_tensor(tensor: Any) -> str:
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     described = ctypes.string_at(pointer(capsule, b"dltensor") + 20, 4)
     code, bits, lanes = struct.unpack("=BBH", described)
-    return f"{'c' if lanes == 2 else 'iufVVcb'[code]}{bits * lanes // 8}"
+    if code in (3, 4) or code > 6:  # opaque, bfloat16, or fewer bits
+        return "S1"
+    return f"{'c' if lanes == 2 else 'iuf--cb'[code]}{bits * lanes // 8}"
 
 
 def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:

@@ -37,6 +37,8 @@ from sp_core.testing.stuck import Family
 class _OfThreads:
     """Say of a name that communicators and requests of threads lack where it is."""
 
+    __hash__ = None  # type: ignore[assignment]  # those of mpi4py have none either
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{type(self).__name__} has no {name!r}. Ranks that are threads have collectives of "

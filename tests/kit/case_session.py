@@ -44,12 +44,23 @@ def test_expected_to_fail_fails_on_rank_1() -> None:
     assert RANK != 1
 
 
+@pytest.mark.xfail(strict=True)
+def test_strictly_expected_to_fail_fails_on_rank_1() -> None:
+    assert RANK != 1
+
+
 @pytest.fixture
 def broken_on_rank_1() -> None:
     assert RANK != 1, "set-up"
 
 
 def test_whose_set_up_fails_on_rank_1(broken_on_rank_1: None) -> None:
+    """Fail if the body runs on the ranks whose set-up succeeded."""
+    raise LookupError("ran")
+
+
+@pytest.mark.xfail
+def test_whose_set_up_is_expected_to_fail_fails_on_rank_1(broken_on_rank_1: None) -> None:
     """Fail if the body runs on the ranks whose set-up succeeded."""
     raise LookupError("ran")
 
