@@ -118,8 +118,9 @@ def test_another_process_writes_what_this_one_writes(
     assert (code, found) == (0, re.sub("\r\n?", "\n", text))  # `printed` turns line ends into \n
 
 
-def test_an_output_that_cannot_be_written_is_one_line(folder: Path) -> None:
-    words = command("generate", folder)
+@pytest.mark.parametrize("name", ["generate", "logits"])
+def test_an_output_that_cannot_be_written_is_one_line(name: str, folder: Path) -> None:
+    words = command(name, folder)
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False, timeout=120)
     told = b"sp-core: the output cannot be written: [Errno 28] No space left on device.\n"
