@@ -221,6 +221,21 @@ def test_a_parallel_layer_keeps_its_placements_when_torch_makes_new_weights(
     torch.testing.assert_close(layer(x), before, equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", PARALLEL)
+@spmd(1, 2)
+@meshed("tp")
+def test_a_parallel_layer_shares_no_memory_with_whole_layers(
+    mesh: sp.Mesh, kind: type[sp.ColumnParallelLinear]
+) -> None:
+    """Neither with the one that it was made of, nor with the one that it gives."""
+    given = nn.Linear(4, 6)
+    layer = kind.from_linear(given, comm=mesh["tp"])
+    joined = layer.to_linear()
+    for part in layer.parameters():
+        part.data.zero_()
+    assert all(weight.all() for whole in (given, joined) for weight in whole.parameters())
+
+
 @spmd(1, 2)
 @meshed("tp")
 def test_a_model_computes_with_weights_that_functional_call_gives_it(mesh: sp.Mesh) -> None:
