@@ -99,6 +99,7 @@ def test_a_weight_that_is_no_parameter_computes_and_learns_as_one(
 @meshed()
 def test_sinks_may_have_another_dtype_than_the_projections(mesh: sp.Mesh) -> None:
     layer = sp.SelfAttention(4, 2, comm=mesh["sp"], sinks=True, dtype=torch.bfloat16)
+    assert layer.sinks.tolist() == [0, 0]
     call = partial(layer, sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size))
     x = normal(1, (1, 2, 4), "bfloat16")
     before = call(x)
