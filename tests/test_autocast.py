@@ -1,4 +1,4 @@
-"""Test models under autocast, which computes products of float32 in a half type."""
+"""Test models under autocast to a half type, and beside other default dtypes of torch."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.meshed import meshed
 from llama_cases import Case
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.attention import kernels
-from sp_core.llama import Decoder, Llama
+from sp_core.llama import Decoder, Llama, create
 from sp_core.llama.train import backward, train_step
 from sp_core.llama.unequal import prefill_unequal, work_of
 from sp_core.scheduling import balanced
@@ -92,3 +93,20 @@ def test_decoding_computes_scores_in_the_dtype_of_the_model(comm: Any) -> None:
         with lowered():
             decoder.decode([[3]])
     assert dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@spmd(1)
+@meshed("ring")
+def test_the_default_dtype_of_torch_changes_nothing(mesh: sp.Mesh, dtype: str) -> None:
+    case, found = Case((6, 3), scaling="yarn", vocab=31, dtype=dtype), list[tuple[Tensor, ...]]()
+    for default in (torch.float32, torch.float64, torch.bfloat16):
+        torch.set_default_dtype(default)
+        try:
+            model = create(case.config, mesh, dtype=getattr(torch, dtype))
+            sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+            own_step(model, sgd)
+            found.append((*model.parameters(), decoded(model, sgd), prefilled(model, sgd)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(*pair) for one in found for pair in zip(one, found[0], strict=True))

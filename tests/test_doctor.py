@@ -1,5 +1,6 @@
 """Test `python -m sp_core doctor`, which reports what works, and a remedy for what does not."""
 
+import io
 import os
 import platform
 import re
@@ -274,10 +275,11 @@ LIMIT = call.dump_traceback_later(300, exit=True, file=ANY)  # it is suspended w
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("broken", 1)])
 @pytest.mark.parametrize(("rank", "job"), [(0, True), (1, True), (1, False)])
 def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
-    status: Any, code: int, rank: int, job: bool, substitute: Any, capsys: Any
+    status: Any, code: int, rank: int, job: bool, substitute: Any
 ) -> None:
-    """The command would end after five minutes, and print all stacks."""
+    """The command would end after five minutes, and print all stacks. Nothing stays in a buffer."""
     found, limit = [Finding("python", "ok", "3"), Finding("MPI", status, "4", "do")], Mock()
+    substitute(sys, stdout=io.TextIOWrapper(shown := io.BytesIO()))
     substitute(
         doctor,
         examine=lambda device, measure: iter(found),
@@ -287,7 +289,7 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
     )
     assert doctor.main() == code
     assert limit.mock_calls == [LIMIT, call.cancel_dump_traceback_later()]
-    assert capsys.readouterr().out == ("" if rank and job else f"{report(found)}\n")
+    assert shown.getvalue().decode() == ("" if rank and job else f"{report(found)}\n")
 
 
 def test_an_error_of_some_ranks_that_measure_is_raised(monkeypatch: Any, substitute: Any) -> None:

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from studies.commands import ROOT, outside, printed
 
-from sp_core.launch import command as command_module, signals, watch as watch_module
+from sp_core.launch import command as command_module, signals, terminal, watch as watch_module
 from sp_core.launch.bounded import LAUNCH_PROBLEMS
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, SESSION_DIR, SESSION_DIR_HERE, environment
 from sp_core.transport.groups import GroupComm
@@ -236,6 +236,20 @@ def test_the_words_of_the_command_reach_the_launch(
     usual = {"timeout": 86400.0, "mpi_args": [], "source": 5}
     run.assert_called_once_with(3, command, **(usual | more))
     assert command_module.main(["-n", "3", "--", "tool"]) == 128 + signal.SIGINT
+
+
+def test_what_is_typed_is_read_in_the_foreground_until_its_end(substitute: Any) -> None:
+    """In the background the system would stop this process. The terminal may have no owner."""
+    calls, (reading, writing) = Mock(), os.pipe()
+    calls.tcgetpgrp.side_effect = [7, 5, OSError, 5]
+    calls.read.side_effect = [b"a", b"b", b""]
+    system = {"getpgrp": lambda: 5, "tcgetpgrp": calls.tcgetpgrp, "read": calls.read}
+    substitute(terminal, time=calls, select=Mock(), os=Mock(fdopen=os.fdopen, **system))
+    terminal._copy(writing)
+    with os.fdopen(reading) as pipe:
+        assert pipe.read() == "ab"
+    done = [name for name, *_ in calls.mock_calls]
+    assert done == ["tcgetpgrp", "sleep", *["tcgetpgrp", "read"] * 3]
 
 
 @pytest.mark.parametrize("user", [0, 1000])

@@ -99,6 +99,7 @@ def test_a_weight_that_is_no_parameter_computes_and_learns_as_one(
 @meshed()
 def test_sinks_may_have_another_dtype_than_the_projections(mesh: sp.Mesh) -> None:
     layer = sp.SelfAttention(4, 2, comm=mesh["sp"], sinks=True, dtype=torch.bfloat16)
+    assert layer.sinks.tolist() == [0, 0]
     call = partial(layer, sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size))
     x = normal(1, (1, 2, 4), "bfloat16")
     before = call(x)
@@ -219,6 +220,21 @@ def test_a_parallel_layer_keeps_its_placements_when_torch_makes_new_weights(
     before = weight_norm(layer)(x)
     layer.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(x), before, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+@spmd(1, 2)
+@meshed("tp")
+def test_a_parallel_layer_shares_no_memory_with_whole_layers(
+    mesh: sp.Mesh, kind: type[sp.ColumnParallelLinear]
+) -> None:
+    """Neither with the one that it was made of, nor with the one that it gives."""
+    given = nn.Linear(4, 6)
+    layer = kind.from_linear(given, comm=mesh["tp"])
+    joined = layer.to_linear()
+    for part in layer.parameters():
+        part.data.zero_()
+    assert all(weight.all() for whole in (given, joined) for weight in whole.parameters())
 
 
 @spmd(1, 2)

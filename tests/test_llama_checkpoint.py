@@ -325,6 +325,17 @@ def test_a_save_that_fails_is_an_error_on_every_rank_and_leaves_nothing(
         assert list(folder.rglob("*")) == [folder / "empty"]
 
 
+@spmd(1)
+def test_a_save_that_is_interrupted_leaves_nothing(
+    comm: Any, substitute: Any, tmp_path: Path
+) -> None:
+    substitute(checkpoint, _write=Mock(side_effect=KeyboardInterrupt))
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh, pytest.raises(KeyboardInterrupt):
+        save(create(CASE.config, mesh), folder / "model")
+    assert not [*folder.iterdir()]
+
+
 @spmd(2)
 def test_what_a_killed_save_leaves_does_not_load(
     comm: Any, substitute: Any, tmp_path: Path

@@ -98,6 +98,7 @@ YARN = SCALINGS["yarn"] or {}
 def test_a_scaling_is_kept_as_a_file_keeps_it(given: dict[str, Any], kept: object) -> None:
     """The file of a training, read again, is then equal to the configuration of the program."""
     config = replace(CASE.config, rope_scaling=given)
+    (config.to_dict()["rope_scaling"] or {}).clear()
     assert config.rope_scaling == kept
     assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -136,6 +137,17 @@ def test_a_single_file_is_read_rather_than_an_index(comm: Any, tmp_path: Path) -
     with mesh_of(comm, 0) as mesh:
         load(folder, mesh)
     assert set(Checkpoint(folder).names) == set(CASE.weights())
+
+
+@spmd(1)
+def test_a_folder_of_links_is_read_as_one_of_files(comm: Any, tmp_path: Path) -> None:
+    """So the cache of huggingface_hub keeps models."""
+    folder, links = saved(comm, tmp_path), shared(comm, tmp_path)
+    for path in folder.iterdir():
+        (links / path.name).symlink_to(path)
+    with mesh_of(comm, 0) as mesh:
+        weights = [load(each, mesh).parameters() for each in (folder, links)]
+        assert all(map(torch.equal, *weights))
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 3}, {"pp": 3}])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from sp_core.errors import CheckpointError
 from sp_core.llama import byte_tokenizer
@@ -192,6 +193,14 @@ def test_a_stream_holds_back_half_a_character() -> None:
     assert stream.rest() == ""
     stream.add(tokenizer.encode("\U0001f469").ids[0])
     assert stream.rest() == "\ufffd"
+
+
+def test_a_stream_shows_the_text_of_all_tokens_together() -> None:
+    """As that of LLaMA 2, this decoder leaves out the space before the first token."""
+    tokenizer = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1}, "?"))
+    tokenizer.decoder = decoders.Metaspace()
+    stream = Stream(tokenizer)
+    assert [stream.add(token) for token in (0, 1, 1, 0)] == ["a", " b", " b", " a"]
 
 
 @pytest.mark.parametrize(

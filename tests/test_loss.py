@@ -1,10 +1,11 @@
-"""Test what a loss does with tokens that have no label, and with many that have one."""
+"""Test a loss of tokens without a label, of many with one, and of logits of -infinity."""
 
 from typing import Any
 
 import pytest
 import torch
 from kit.meshed import meshed
+from torch.nn import functional as F
 
 import sp_core as sp
 from sp_core.nn.loss import IGNORED, counted, next_token_loss
@@ -29,6 +30,25 @@ def test_a_token_without_a_label_may_hold_anything(
         losses.append(next_token_loss(x, labels, **groups, head=head, chunk=chunk))
     assert losses[0].isfinite()
     assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@spmd(1, 2, 3)
+@meshed("tensor", data=1)
+def test_a_logit_of_minus_infinity_has_no_part_in_the_loss(mesh: sp.Mesh, learns: bool) -> None:
+    """So programs mask a part of the vocabulary, which here begins on each rank."""
+    x, labels = torch.randn(4, 3), torch.tensor([1, 2, 3 * mesh.size - 1, IGNORED])
+    x[:, 0] = -torch.inf
+    given = x.clone().requires_grad_(learns)
+    groups: Any = {"tensor": mesh["tensor"], "data": mesh["data"]}
+    with torch.set_grad_enabled(learns):
+        loss = next_token_loss(given, labels, **groups)
+    whole = sp.all_gather(x, comm=mesh["tensor"], dim=1).requires_grad_(learns)
+    wanted = F.cross_entropy(whole, labels)
+    torch.testing.assert_close(loss, wanted)
+    if learns:
+        grads = torch.autograd.grad(loss, given) + torch.autograd.grad(wanted, whole)
+        torch.testing.assert_close(grads[0], grads[1].chunk(mesh.size, 1)[mesh["tensor"].rank])
 
 
 @spmd(1, 2)

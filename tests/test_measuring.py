@@ -294,6 +294,14 @@ def test_calls_take_turns_as_often_as_the_time_allows(
     assert "".join(calls) == "-a-a-b-b" + "".join(islice(cycle((a, b, b, a)), 2 * rounds))
 
 
+def test_a_call_takes_some_time_on_a_clock_that_shows_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: 5.0))
+    world: Any = SimpleNamespace(allgather=lambda mine: [mine], Barrier=lambda: None)
+    assert min(measuring.interleaved(world, {"quick": str}, 0.0)["quick"]) > 0
+
+
 @pytest.mark.parametrize(
     ("nodes", "node", "network"),
     [

@@ -291,13 +291,15 @@ def test_lengths_in_an_unsigned_array_have_the_plan_of_a_list(name: str) -> None
     assert plans[0] == plans[1]
 
 
-def test_a_tolerance_and_a_unit_of_a_short_dtype_do_not_overflow() -> None:
+def test_numbers_of_a_short_dtype_do_not_overflow() -> None:
     """A float16 holds no number above 65504."""
-    tolerance, unit = cast("Any", np.float16(0.02)), cast("Any", np.float16(1000))
+    short: Any = np.float16
+    tolerance, unit = short(0.02), short(1000)
     for plan in (balanced, dynamic):
         found = [plan([4096, 8, 8, 8], 4, Work(1, 1), x) for x in (tolerance, float(tolerance))]
         assert found[0] == found[1]
-    shown = timeline(gpipe(1, 1), lambda *_: 40000.0)
+    shown = timeline(gpipe(1, 1), lambda *_: short(40000))
+    assert shown == timeline(gpipe(1, 1), lambda *_: 40000.0)
     assert picture(shown, unit) == picture(shown, 1000.0)
 
 

@@ -65,18 +65,16 @@ def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find(lambda: known.fingerprint, "auto") is not None  # the argument counts
 
 
+@pytest.mark.parametrize("error", [OSError("no room"), KeyboardInterrupt()], ids=repr)
 def test_a_write_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tuning-1.json"
     save(drawn(1), path)
     before = path.read_text()
 
-    def torn(*_: object) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(os, "replace", torn)
-    with pytest.raises(OSError, match="no room"):
+    monkeypatch.setattr(os, "replace", Mock(side_effect=error))
+    with pytest.raises(type(error)):
         save(drawn(2), path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]

@@ -10,7 +10,7 @@ import torch
 from llama_cases import Wrapped
 from refusals.calls import Table, Wrong, later
 from refusals.kinds import halved, lowered, sending
-from refusals.models import CASE
+from refusals.models import CASE, MIDDLE
 from refusals.training import HALVES, converted
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -306,6 +306,11 @@ ON_ONE_RANK: Table = {
             sp.CollectiveMismatch,
             "tensor ranks have other tokens",
             computed(lambda here: (CASE.tokens(1, 3) + here) % CASE.vocab),
+        ),
+        "one other token of many on a tensor rank": (
+            sp.CollectiveMismatch,
+            "tensor ranks have other tokens",
+            computed(lambda here: torch.ones(600, 3).long().index_fill(0, MIDDLE, 1 + here)),
         ),
         "another mask on a tensor rank": (
             sp.CollectiveMismatch,

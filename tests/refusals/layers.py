@@ -110,6 +110,7 @@ ROWS: list[Row] = [
             ("high_freq_factor", 1),
             ("high_freq_factor", math.inf),
             ("low_freq_factor", -math.inf),
+            *((f"{end}_freq_factor", math.nan) for end in ("low", "high")),
         )
     ),
     *(
@@ -129,6 +130,8 @@ ROWS: list[Row] = [
             {"beta_fast": 1},
             {"beta_slow": 0},
             {"beta_fast": math.inf},
+            {"beta_fast": math.nan},
+            {"beta_slow": math.nan},
             {"original_max_position_embeddings": 6},
         )
     ),

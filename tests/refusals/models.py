@@ -17,7 +17,7 @@ from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gr
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
 from sp_core.scheduling import Slot, gpipe, prefill_only
 
-CASE = Case((4, 2), layers=2)
+CASE, MIDDLE = Case((4, 2), layers=2), torch.tensor([150])
 NONE: Any = None
 
 
@@ -96,7 +96,7 @@ def micro_batches(
 ) -> Tensor:
     model = CASE.model(mesh)
     sharding = sp.Sharding.contiguous(4, 1)
-    tokens = CASE.tokens(1, 4)
+    tokens = CASE.tokens(300, 4)  # torch shows not all of them
     labels = next_token_labels(tokens, comm=model.grid.sequence, sharding=sharding)
     good = MicroBatch(tokens, labels, sharding)
     return loss_and_gradients(model, change(good) if here or everywhere else [good], **named)
@@ -195,6 +195,7 @@ ON_ONE_RANK: Table = {
             )
             for name, change in (
                 ("labels", lambda good: [replace(good, labels=good.labels.flip(1))]),
+                ("lines", lambda x: [replace(x, labels=x.labels.index_fill(0, MIDDLE, 1))]),
                 ("masks", lambda good: [replace(good, mask=sp.Mask(causal=True, window=2))]),
             )
         },
@@ -356,7 +357,7 @@ ON_ONE_RANK: Table = {
                     mesh, wrong if here else 1.0
                 ),
             )
-            for wrong in (0.0, -1.0, True)
+            for wrong in (0.0, -1.0, torch.nan, True)
         },
         **{
             f"a loss of {what}": (error, text, loss(change, everywhere=False))
