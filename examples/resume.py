@@ -10,16 +10,15 @@ import torch
 from mpi4py import MPI
 
 import sp_core as sp
-from sp_core import llama
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.llama.train import load_training, save_training
 from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.loss import next_token_labels
 
-CONFIG = llama.LlamaConfig(64, 32, 64, 1, 4, 4, 8)  # sizes as in the configuration of a folder
+CONFIG = sp.llama.LlamaConfig(64, 32, 64, 1, 4, 4, 8)  # sizes as in the configuration of a folder
 
 
-def micro_batch(model: llama.Llama, tokens: torch.Tensor) -> MicroBatch:
+def micro_batch(model: sp.llama.Llama, tokens: torch.Tensor) -> MicroBatch:
     """Return this rank's part of sequences (B, S), which are those of this rank's replica."""
     comm, sharding = model.grid.sequence, sp.Sharding.zigzag(24, model.grid.sequence.size)
     shard = sharding.shard(tokens, comm.rank, 1)
@@ -28,20 +27,19 @@ def micro_batch(model: llama.Llama, tokens: torch.Tensor) -> MicroBatch:
 
 def train(mesh: sp.Mesh, folder: Path, steps: int) -> list[float]:
     """Train from the last checkpoint in `folder` up to step `steps`, and save a new one."""
-    model = llama.create(CONFIG, mesh, dtype=torch.float64)
+    model = sp.llama.create(CONFIG, mesh, dtype=torch.float64)
     grid, weights, losses = model.grid, list(model.parameters()), []
-    adamw = torch.optim.AdamW(weights, lr=1e-2)
-    order, saved = torch.Generator().manual_seed(0), sorted(folder.glob("step-*"))
-    start = load_training(model, saved[-1], optimizer=adamw, generator=order) if saved else 0
+    opt = torch.optim.AdamW(weights, lr=1e-2)
+    rng, saved = torch.Generator().manual_seed(0), sorted(folder.glob("step-*"))
+    start = load_training(model, saved[-1], optimizer=opt, generator=rng) if saved else 0
     for _ in range(start, steps):
-        drawn = torch.randint(0, 64, (2, 1, 1), generator=order) + torch.arange(24)
-        adamw.zero_grad()
+        drawn = torch.randint(0, 64, (2, 1, 1), generator=rng) + torch.arange(24)
+        opt.zero_grad()
         losses += [float(loss_and_gradients(model, [micro_batch(model, x % 64) for x in drawn]))]
         reduce_gradients(weights, data=grid.data, tensor=grid.tensor)
-        adamw.step()
+        opt.step()
     if start < steps:  # else this job has run before, up to its end
-        target = folder / f"step-{steps:06}"
-        save_training(model, target, optimizer=adamw, step=steps, generator=order)
+        save_training(model, folder / f"step-{steps:06}", optimizer=opt, step=steps, generator=rng)
     return losses
 
 

@@ -60,7 +60,7 @@ class Attention:
 
     Args:
         sharding, kv_sharding: which rank holds which queries, and which keys and values. Pass both,
-            though a scheme takes `kv_sharding` from `sharding`.
+            also if they are equal.
         mask: which keys each query sees; `Mask()` for all.
         batch, num_heads, num_kv_heads, head_dim: numbers of sequences, query heads and key/value
             heads, and elements of a head.

@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set as AbstractSet
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list or tuple with the cost, a number, of each layer",
     ),
     "lengths": (
-        _each(is_whole, set, frozenset, dict),
+        _each(is_whole, AbstractSet, Mapping),
         "a list or tuple of whole numbers: each sequence's tokens",
     ),
     "packed": (_are_lists, "a list with the numbers of each rank's sequences, whole numbers"),

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.meshed import meshed
 
+import sp_core as sp
 from sp_core.testing import spmd
 
 FOLDER = Path(__file__).parents[1] / "examples"
@@ -42,6 +44,14 @@ def test_a_step_on_a_long_sequence_needs_what_its_formula_says(comm: Any) -> Non
     """The peak is within 5 % of the formula, which then holds for lengths too great for a test."""
     _, peak, formula = import_module("examples.long_sequence").measured(comm, 2048)
     assert 0.95 * formula <= peak <= 1.05 * formula
+
+
+@spmd(2)
+@meshed("tp")
+def test_a_training_that_has_ended_may_be_started_again(mesh: sp.Mesh, mpi_tmp_path: Path) -> None:
+    """A scheduler may do so with a job that was stopped after its last checkpoint."""
+    for steps in (1, 0):
+        assert len(import_module("examples.resume").train(mesh, mpi_tmp_path, 1)) == steps
 
 
 def test_examples_are_short() -> None:

@@ -77,7 +77,7 @@ def test_only_mpiexec_of_open_mpi_is_told_to_pass_on_parts_of_lines(
 
 
 LETTERS = "-bBdEiIOPqRsSuv"
-"""All options of Python that are one letter, take no value, and let a program run."""
+"""All options of one letter with which Python runs a program, but -x: it skips a line of it."""
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from sp_core.testing import spmd
 @pytest.mark.parametrize("with_head", [False, True])
 @spmd(1, 2, 3)
 @meshed("tensor", data=1)
-def test_a_token_without_a_label_may_hold_anything(
+def test_what_a_token_without_a_label_holds_changes_no_loss(
     mesh: sp.Mesh, with_head: bool, chunk: int | None, poison: float
 ) -> None:
-    """Padding is computed too, and its numbers may be undefined."""
+    """Padding is computed too. If it is NaN, so are its own gradient and the head's."""
     x, head = torch.randn(2, 5, 4), torch.randn(3, 4) if with_head else None
     labels = torch.tensor([[0, 1, IGNORED, 2, IGNORED], [IGNORED, 0, 1, 2, 3 * mesh.size - 1]])
     losses = []
@@ -36,7 +36,7 @@ def test_a_token_without_a_label_may_hold_anything(
 @spmd(1, 2, 3)
 @meshed("tensor", data=1)
 def test_a_logit_of_minus_infinity_has_no_part_in_the_loss(mesh: sp.Mesh, learns: bool) -> None:
-    """So programs mask a part of the vocabulary, which here begins on each rank."""
+    """So programs mask tokens of the vocabulary: here the first one of each rank."""
     x, labels = torch.randn(4, 3), torch.tensor([1, 2, 3 * mesh.size - 1, IGNORED])
     x[:, 0] = -torch.inf
     given = x.clone().requires_grad_(learns)

@@ -1,5 +1,6 @@
 """Test laws between the results of schemes. They need no reference."""
 
+from bisect import bisect
 from typing import Any
 
 import pytest
@@ -104,11 +105,15 @@ def test_meshes_do_not_disturb_each_other(
 def test_a_poisoned_document_leaves_the_others_alone(
     comm: Any, name: str, poison: float, layout: str, length: int
 ) -> None:
-    """Padding that is a document of its own may hold any content, however short documents are."""
-    tokens = 16 * length * comm.size
-    mask = sp.Mask(causal=True, documents=tuple(range(0, tokens + 1, length)))
-    sharding, sound = DRAWN[layout](tokens, comm.size, 0), torch.ones(tokens, dtype=torch.bool)
-    sound[5 * length : 6 * length] = False
+    """Padding that is a document of its own may hold any content, however short documents are.
+
+    Here it lies on both sides of the end of a shard, or of half a shard in zigzag.
+    """
+    tokens, edge = 16 * length * comm.size, (8 if layout == "zigzag" else 16) * length - 1
+    bounds = (0, *range(length // 2 + 1, tokens, length), tokens)
+    mask, sharding = sp.Mask(causal=True, documents=bounds), DRAWN[layout](tokens, comm.size, 0)
+    sound, number = torch.ones(tokens, dtype=torch.bool), bisect(bounds, edge)
+    sound[bounds[number - 1] : bounds[number]] = False
     whole = torch.randn(4, 1, tokens, 2, 8, generator=torch.Generator().manual_seed(length))
     whole[3, :, ~sound] = 0  # nothing follows from the padding
     told = sharding.shard(sound, comm.rank, 0)

@@ -280,14 +280,15 @@ def sum_tied_gradients(model: Llama) -> None:
 
     The first stage holds the embedding and the last stage a copy as the head. Afterwards the two
     copies have the same `.grad`, the sum of their gradients. Every rank calls this once before each
-    step, after `reduce_gradients`: it may round the two differently, so that called later it would
-    make them unequal again. Frozen copies get no gradient.
+    step, after `reduce_gradients`, which may round the two differently. Frozen copies get no
+    gradient.
 
     Communication:
         None if there is one stage or the head is not tied. Else one agreement over the stages: a
-        32-byte all-reduce, and an all-gather of 64 bytes a rank if their dtypes differ. Then, if
-        the copies are trainable, the first and the last stage send each other one message, as large
-        as this rank's part of the embedding.
+        32-byte all-reduce, and an all-gather of 64 bytes a rank if the stages' dtypes differ, or if
+        the copies are frozen and other stages lie between them. Then, if the copies are trainable,
+        the first and the last stage send each other one message, as large as this rank's part of
+        the embedding.
 
     Raises:
         ValueError: on every stage, if only one copy has requires_grad.
