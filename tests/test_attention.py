@@ -191,13 +191,14 @@ def test_values_that_no_query_sees_are_not_read(softcap: float | None, poison: f
         assert all(map(torch.equal, clean, there_and_back(do, q, k, v, **call)))
 
 
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.3])
 @pytest.mark.parametrize("dtype", kernels.FLOATS)
-def test_a_query_that_is_not_a_number_has_no_result(dtype: torch.dtype) -> None:
+def test_a_query_that_is_not_a_number_has_no_result(dtype: torch.dtype, scale: float) -> None:
     """However few keys a block has, the other queries of the block have theirs."""
     for keys, kind in product(range(1, 35), ("full", "causal")):
         q, k, v = torch.randn(3, 1, 2, keys, 8).to(dtype).unbind()
         q[:, :, ::3] = torch.nan
-        out, lse = kernels.block_attention(q, k, v, kind=kind, logits=Logits(0.3))
+        out, lse = kernels.block_attention(q, k, v, kind=kind, logits=Logits(scale))
         finite = torch.arange(keys) % 3 > 0
         assert torch.equal(out.isfinite().all(-1), finite.expand(1, 2, keys)), (keys, kind)
         assert torch.equal(lse.isfinite(), finite.expand(1, 2, keys)), (keys, kind)
