@@ -19,7 +19,7 @@ import sp_core as sp
 from sp_core import measuring
 from sp_core.collectives import maps
 from sp_core.collectives.execution import BoundProgram, Running
-from sp_core.programs import ALGORITHMS, SCHEDULED, operation
+from sp_core.programs import ALGORITHMS, SCHEDULED, WIDE_BLOCK, operation
 from sp_core.scratch import Scratch
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import Window, base
@@ -198,6 +198,15 @@ def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default(mesh: 
         forward = mesh["sp"].counters["all_reduce"].messages
         total.sum().backward()
         assert mesh["sp"].counters["all_reduce"].messages == 2 * forward > 0
+
+
+@pytest.mark.parametrize("algorithm", ["pairwise", "window"])
+@spmd(3)
+@meshed(transport="window")
+def test_a_part_of_a_half_type_may_be_longer_than_a_block(mesh: sp.Mesh, algorithm: str) -> None:
+    """Such types are added in blocks, in scratch memory for one of them."""
+    x = torch.arange(3 * (WIDE_BLOCK + 1)).remainder(100).bfloat16()
+    assert torch.equal(sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm), 3 * x)
 
 
 @spmd(1)
