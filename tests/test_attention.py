@@ -139,6 +139,19 @@ def test_a_head_without_a_sink_has_a_gradient_where_nothing_is_seen() -> None:
     assert grad[0] == 0
 
 
+@pytest.mark.parametrize("dtype", kernels.HALF)
+def test_products_for_the_gradient_of_a_sink_may_leave_the_range_of_float16(
+    dtype: torch.dtype,
+) -> None:
+    """GradScaler begins with a factor of 65536."""
+    x, sinks = torch.full((1, 4, 1, 8), 4.0), torch.zeros(1, requires_grad=True)
+    found = list[Tensor]()
+    for kind in (dtype, torch.float32):
+        out = attention_of(0 * x.to(kind), 0 * x.to(kind), x.to(kind), sinks=sinks)
+        found += torch.autograd.grad(out, sinks, torch.full_like(out, 2.0**15))
+    torch.testing.assert_close(*found, rtol=2.0**-8, atol=0)
+
+
 def test_attention_inside_autocast_is_that_outside() -> None:
     found, x = [], [each.requires_grad_() for each in torch.randn(3, 1, 6, 2, 8)]
     for forward, backward in product((False, True), repeat=2):
