@@ -1,5 +1,6 @@
 """Test attention on one device: the dense reference, merging, and what the kernels are given."""
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -120,6 +121,14 @@ def test_alibi_depends_on_distances_alone_however_far_the_positions() -> None:
         for at in (range(6), range(2**40 + 1, 2**40 + 7))
     )
     assert torch.equal(near, far)
+
+
+def test_distances_are_exact_in_float64() -> None:
+    """Float32 has no 2**24 + 1."""
+    v = torch.tensor([0.0, 1.0]).double().view(1, 2, 1, 1)
+    at: dict[str, Any] = {"q_positions": [2**24 + 1], "kv_positions": [0, 1]}
+    out = attention_of(0 * v[:, :1], 0 * v, v, alibi=(1.0,), **at)
+    assert out.item() == pytest.approx(1 / (1 + math.exp(-1)))
 
 
 def test_a_tile_whose_biases_are_all_minus_infinity_adds_nothing() -> None:
