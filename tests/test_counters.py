@@ -116,11 +116,13 @@ def test_a_snapshot_stays_as_it_is(mesh: sp.Mesh) -> None:
     assert [every["all_reduce"]["calls"] for every in told] == [1, 2]
 
 
-def test_calls_use_the_same_scratch_one_after_the_other() -> None:
+def test_a_total_has_the_most_scratch_of_a_call_and_agreements_if_asked() -> None:
     counts = Counters()
     for op, nbytes in (("all_reduce", 3), ("all_gather", 5), ("all_reduce", 4)):
         counts[op].add(scratch=nbytes)
     assert [counts["all_reduce"].scratch, counts.total().scratch] == [4, 5]
+    counts["control"].add()
+    assert [counts.total(control=control).calls for control in (False, True)] == [3, 4]
 
 
 @pytest.mark.mpi_skip
