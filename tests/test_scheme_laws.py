@@ -107,7 +107,7 @@ def test_a_poisoned_document_leaves_the_others_alone(
 ) -> None:
     """Padding that is a document of its own may hold any content, however short documents are."""
     tokens = 16 * length * comm.size
-    mask = sp.Mask(causal=True, documents=range(0, tokens + 1, length))
+    mask = sp.Mask(causal=True, documents=tuple(range(0, tokens + 1, length)))
     sharding, sound = DRAWN[layout](tokens, comm.size, 0), torch.ones(tokens, dtype=torch.bool)
     sound[5 * length : 6 * length] = False
     whole = torch.randn(4, 1, tokens, 2, 8, generator=torch.Generator().manual_seed(length))
