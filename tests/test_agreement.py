@@ -96,6 +96,10 @@ LONG: dict[str, tuple[list[str], list[str]]] = {
         two := ["a" * 889, "b" * 891],
         [f"{rank}: {shown(call)}" for rank, call in enumerate(two)],
     ),
+    "only the last of a million letters differs": (
+        million := ["a" * 10**6, "a" * (10**6 - 1) + "b"],
+        [f"{rank}: {shown(call, 10**6 - 41)}" for rank, call in enumerate(million)],
+    ),
     "lists of ranks up to 30 letters, calls up to 299": (MANY, MANY_SHOWN),
     "five calls, and the number of others": ([*MANY, "f"], MANY_SHOWN),
 }

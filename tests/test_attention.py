@@ -1,5 +1,6 @@
 """Test attention on one device: the dense reference, merging, and what the kernels are given."""
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -122,6 +123,14 @@ def test_alibi_depends_on_distances_alone_however_far_the_positions() -> None:
     assert torch.equal(near, far)
 
 
+def test_distances_are_exact_in_float64() -> None:
+    """Float32 has no 2**24 + 1."""
+    v = torch.tensor([0.0, 1.0]).double().view(1, 2, 1, 1)
+    at: dict[str, Any] = {"q_positions": [2**24 + 1], "kv_positions": [0, 1]}
+    out = attention_of(0 * v[:, :1], 0 * v, v, alibi=(1.0,), **at)
+    assert out.item() == pytest.approx(1 / (1 + math.exp(-1)))
+
+
 def test_a_tile_whose_biases_are_all_minus_infinity_adds_nothing() -> None:
     x = torch.randn(1, 512, 1, 8, requires_grad=True)
     out = attention_of(x, x, x, mask=Mask(causal=True), alibi=(1e38,))
@@ -137,6 +146,19 @@ def test_a_head_without_a_sink_has_a_gradient_where_nothing_is_seen() -> None:
     (grad,) = torch.autograd.grad(out.sum(), sinks)
     assert grad.isfinite().all()
     assert grad[0] == 0
+
+
+@pytest.mark.parametrize("dtype", kernels.HALF)
+def test_products_for_the_gradient_of_a_sink_may_leave_the_range_of_float16(
+    dtype: torch.dtype,
+) -> None:
+    """GradScaler begins with a factor of 65536."""
+    x, sinks = torch.full((1, 4, 1, 8), 4.0), torch.zeros(1, requires_grad=True)
+    found = list[Tensor]()
+    for kind in (dtype, torch.float32):
+        out = attention_of(0 * x.to(kind), 0 * x.to(kind), x.to(kind), sinks=sinks)
+        found += torch.autograd.grad(out, sinks, torch.full_like(out, 2.0**15))
+    torch.testing.assert_close(*found, rtol=2.0**-8, atol=0)
 
 
 def test_attention_inside_autocast_is_that_outside() -> None:
@@ -191,13 +213,14 @@ def test_values_that_no_query_sees_are_not_read(softcap: float | None, poison: f
         assert all(map(torch.equal, clean, there_and_back(do, q, k, v, **call)))
 
 
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.3])
 @pytest.mark.parametrize("dtype", kernels.FLOATS)
-def test_a_query_that_is_not_a_number_has_no_result(dtype: torch.dtype) -> None:
+def test_a_query_that_is_not_a_number_has_no_result(dtype: torch.dtype, scale: float) -> None:
     """However few keys a block has, the other queries of the block have theirs."""
     for keys, kind in product(range(1, 35), ("full", "causal")):
         q, k, v = torch.randn(3, 1, 2, keys, 8).to(dtype).unbind()
         q[:, :, ::3] = torch.nan
-        out, lse = kernels.block_attention(q, k, v, kind=kind, logits=Logits(0.3))
+        out, lse = kernels.block_attention(q, k, v, kind=kind, logits=Logits(scale))
         finite = torch.arange(keys) % 3 > 0
         assert torch.equal(out.isfinite().all(-1), finite.expand(1, 2, keys)), (keys, kind)
         assert torch.equal(lse.isfinite(), finite.expand(1, 2, keys)), (keys, kind)

@@ -16,9 +16,9 @@ import torch
 from domains import masks
 from domains.declared import Row
 from domains.numeric import attended
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from oracle.dispatched import Calls
-from test_attention import LOCAL, judge, ran, rows as drawn_rows, there_and_back
+from test_attention import LOCAL, SCALED, judge, ran, rows as drawn_rows, there_and_back
 from test_mask import coverage
 
 from sp_core.attention import Logits, attend, attend_backward, cuda, function, kernels, packs, tiles
@@ -94,6 +94,15 @@ def test_tiles_are_the_reference(row: Row, seed: int, polled: bool) -> None:
         attend=partial(attend, between=between),
         attend_backward=partial(attend_backward, between=between),
     ):
+        judge(attended(LOCAL.draw(row, seed)))
+
+
+@settings(deadline=None)
+@example(row=SCALED | {"softcap": "0.5"}, seed=0)
+@given(row=drawn_rows(softcap=("0.5", "50.0")), seed=st.integers(0, 99))
+def test_strips_of_the_plain_kernel_are_the_reference(row: Row, seed: int) -> None:
+    """It cuts blocks of more than a million scores."""
+    with patch.object(kernels, "CPU_SCORES", 64):
         judge(attended(LOCAL.draw(row, seed)))
 
 

@@ -57,6 +57,19 @@ def test_a_result_may_be_changed_in_place(mesh: sp.Mesh, name: str) -> None:
     assert torch.equal(twice, 2 * once)
 
 
+@pytest.mark.parametrize(("op", "how"), [("broadcast", {}), ("all_reduce", {"op": "max"})])
+@spmd(1, 2)
+@meshed()
+def test_a_second_wait_does_not_write_the_result_again(
+    mesh: sp.Mesh, op: str, how: dict[str, Any]
+) -> None:
+    x = torch.ones(3)
+    begun = getattr(sp, f"{op}_start")(x, comm=mesh["sp"], algorithm="mpi", **how)
+    begun.wait().mul_(2)
+    x.fill_(5)
+    assert begun.wait().tolist() == [2.0] * 3
+
+
 COUNTED_ONCE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
     "copy_to_group": lambda x, comm: sp.copy_to_group(x, comm=comm),
     "copy_all_to_group": lambda x, comm: sum(sp.copy_all_to_group([x, x], comm=comm), x * 0),

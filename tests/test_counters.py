@@ -15,6 +15,7 @@ from benchmarks import counters
 from benchmarks.cases import bench_schemes
 from benchmarks.cases.case import measure, meshes, problem
 from benchmarks.sample import Counts
+from sp_core.counters import Counters
 from sp_core.testing import run_threads, spmd
 
 SHIFT = partial(sp.shift_start, offset=1, dim=0)
@@ -113,6 +114,15 @@ def test_a_snapshot_stays_as_it_is(mesh: sp.Mesh) -> None:
         sp.all_reduce(torch.ones(9), comm=mesh["sp"])
         told.append(mesh["sp"].counters.snapshot())
     assert [every["all_reduce"]["calls"] for every in told] == [1, 2]
+
+
+def test_a_total_has_the_most_scratch_of_a_call_and_agreements_if_asked() -> None:
+    counts = Counters()
+    for op, nbytes in (("all_reduce", 3), ("all_gather", 5), ("all_reduce", 4)):
+        counts[op].add(scratch=nbytes)
+    assert [counts["all_reduce"].scratch, counts.total().scratch] == [4, 5]
+    counts["control"].add()
+    assert [counts.total(control=control).calls for control in (False, True)] == [3, 4]
 
 
 @pytest.mark.mpi_skip

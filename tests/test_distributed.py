@@ -76,6 +76,15 @@ def test_half_types_are_added_in_float32_by_torch_distributed_too(mesh: sp.Mesh)
 
 @spmd(2, 3)
 @meshed(transport="distributed")
+def test_whole_numbers_are_added_exactly_by_torch_distributed(mesh: sp.Mesh) -> None:
+    """Float64 has no 2**53 + 1."""
+    x = torch.full((mesh.size,), 2**53 + 1)
+    for call in (sp.reduce_scatter, sp.all_reduce):
+        assert {*call(x, comm=mesh["sp"]).tolist()} == {mesh.size * (2**53 + 1)}
+
+
+@spmd(2, 3)
+@meshed(transport="distributed")
 def test_one_element_of_any_stride_is_sent_by_torch_distributed(mesh: sp.Mesh) -> None:
     x = torch.arange(10 * mesh.size).view(-1, 10)[mesh.rank : mesh.rank + 1, 0]
     found = sp.all_gather(x, comm=mesh["sp"])

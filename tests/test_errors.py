@@ -130,6 +130,7 @@ NO_MESH: list[Any] = [
     (RuntimeError, "out of memory", {"nodes": differing(FAILING, None), "a": 2}),
     (sp.CollectiveMismatch, "nodes=", {"nodes": differing([0, 1], [0, 0]), "a": 2}),
     (sp.CollectiveMismatch, "axes", {"a": differing(2, 1), "b": differing(1, 2)}),
+    (sp.CollectiveMismatch, "transport=", {"transport": differing("window", "host"), "a": 2}),
     (sp.CollectiveMismatch, "check=", {"check": differing("agree", "off"), "a": 2}),
     (ValueError, "no such file", {"tuning": "/nonexistent/tuning.json", "a": 2}),
     *(

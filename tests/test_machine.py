@@ -38,6 +38,7 @@ def limit(tmp_path: Path, substitute: Any) -> Callable[[str, dict[str, str]], No
     [
         ("max 100000", 8, 16),
         ("300000 100000", 3, 3),
+        ("290000 100000", 2, 2),
         ("900000 100000", 8, 9),
         ("50000 100000", 1, 1),
         ("300000 none", 8, 16),
@@ -92,6 +93,7 @@ def test_memory_is_that_of_the_machine_or_of_the_smallest_container_around(
     ("lines", "processor", "name"),
     [
         ("flags : a\nmodel name\t: Best 9\nmodel name : Other\n", "", "Best 9"),
+        ("model name\t: Caf\udce9\n", "", "Caf\udce9"),  # a byte that is no UTF-8
         ("", "Chip", "Chip"),
         ("", "", platform.machine()),
     ],
@@ -99,7 +101,7 @@ def test_memory_is_that_of_the_machine_or_of_the_smallest_container_around(
 def test_the_processor_has_the_name_that_the_system_gives(
     lines: str, processor: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "cpuinfo").write_text(lines)
+    (tmp_path / "cpuinfo").write_bytes(os.fsencode(lines))
     monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("sp_core.machine.platform.processor", lambda: processor)
     assert machine.cpu_model() == name

@@ -231,6 +231,8 @@ def test_positions_and_windows_are_exact_up_to_2_to_the_62() -> None:
     assert Mask().allowed([far - 1], [1 - far]).item()
     assert Mask().allowed(range(far - 1, far), range(1 - far, -far, -1)).item()
     assert Mask(documents=(0, 1, far)).allowed([0, 1], [far - 1]).tolist() == [[False], [True]]
+    for q, kv in ((far - 1, 1 - far), (1 - far, far - 1)):
+        assert plan_blocks(range(q, q + 1), range(kv, kv + 1)) == (Block(0, 1, 0, 1, "full", 1),)
 
 
 GATHERED = [p for r in range(4) for p in (*range(8 * r, 8 * r + 8), *range(56 - 8 * r, 64 - 8 * r))]

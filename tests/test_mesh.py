@@ -121,7 +121,7 @@ READ: dict[str, Callable[[sp.Communicator], object]] = {
         ("SP_TRANSPORT", "window", "window", "host"),
         ("SP_TRANSPORT", "staged", "host", "host"),  # only for GPUs
         ("SP_TRANSPORT", "", "host", "host"),
-        ("SP_NODES", "7,-3,7", (0, 1, 0), (0, 0, 0)),
+        ("SP_NODES", " 7, -3 ,7", (0, 1, 0), (0, 0, 0)),
         ("SP_ALGORITHM", "recursive_doubling", "recursive_doubling", "ring"),
         ("SP_ALGORITHM", "", "auto", "ring"),
     ],

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pytest
 import torch
 from kit.meshed import meshed
@@ -18,7 +19,7 @@ import sp_core as sp
 from sp_core import measuring
 from sp_core.collectives import maps
 from sp_core.collectives.execution import BoundProgram, Running
-from sp_core.programs import ALGORITHMS, SCHEDULED, operation
+from sp_core.programs import ALGORITHMS, SCHEDULED, WIDE_BLOCK, operation
 from sp_core.scratch import Scratch
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import Window, base
@@ -191,6 +192,21 @@ def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default(mesh: 
     how: Any = {"split_dim": 0, "concat_dim": 1, "algorithm": "pairwise"}
     sp.all_to_all(x, comm=mesh["sp"], **how).sum().backward()
     assert mesh["sp"].counters["all_to_all"].messages == 2 * 3
+    for algorithm in ("ring", "pairwise"):
+        mesh["sp"].counters.reset()
+        total = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
+        forward = mesh["sp"].counters["all_reduce"].messages
+        total.sum().backward()
+        assert mesh["sp"].counters["all_reduce"].messages == 2 * forward > 0
+
+
+@pytest.mark.parametrize("algorithm", ["pairwise", "window"])
+@spmd(3)
+@meshed(transport="window")
+def test_a_part_of_a_half_type_may_be_longer_than_a_block(mesh: sp.Mesh, algorithm: str) -> None:
+    """Such types are added in blocks, in scratch memory for one of them."""
+    x = torch.arange(3 * (WIDE_BLOCK + 1)).remainder(100).bfloat16()
+    assert torch.equal(sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm), 3 * x)
 
 
 @spmd(1)
@@ -214,6 +230,16 @@ def test_a_vector_is_moved_by_one_call_that_does_not_block(
     task = operation("all_reduce", 0, 3, (len(x),), itemsize=4)
     HostTransport(comm, max_count=most).start(task, x, torch.empty_like(x))
     assert (comm.Iallreduce.call_count, comm.Allreduce.call_count) == calls
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_a_call_counts_all_pieces_of_a_vector(op: str) -> None:
+    """A piece may be short, but where the last one begins is a number that MPI must count, too."""
+    comm, task = Mock(), operation(op, 0, 3, (3, 3, 3))
+    memory = torch.ones(sum(task.send)), torch.ones(sum(task.recv))
+    HostTransport(comm, max_count=4).prepare(task, *memory)()
+    given = [x if isinstance(x, list) else [x] for call in comm.method_calls for x in call.args]
+    assert max(np.size(x) for each in given for x in each) <= 4
 
 
 @pytest.mark.parametrize("transport", ["host", "window"])

@@ -159,6 +159,17 @@ def test_the_thousandth_call_is_like_the_first(comm: Any) -> None:
 
 
 @spmd(2)
+def test_ranks_may_make_more_than_2_to_the_31_steps_in_shared_memory(comm: Any) -> None:
+    """At 10,000 steps a second that takes three days."""
+    with sp.Mesh(comm, transport="window", algorithm="window", sp=2) as mesh:
+        window: Any = mesh["sp"].window
+        window.begun = window.made = window._launched = window._mine[0] = (1 << 31) - 2
+        comm.Barrier()
+        for _ in range(4):
+            assert sp.all_reduce(torch.ones(3), comm=mesh["sp"]).tolist() == [2.0] * 3
+
+
+@spmd(2)
 def test_runs_of_one_plan_leave_nothing_behind(comm: Any) -> None:
     with sp.Mesh(comm, transport="window", sp=2) as mesh:
         made = [

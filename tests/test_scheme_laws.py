@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.meshed import meshed
 from oracle.attention_check import Shards, compare
 from oracle.strategies import DRAWN, AttentionProblem, attention_problems
 from test_schemes import EVERY_SCHEME, on
@@ -127,3 +128,18 @@ def test_a_poisoned_document_leaves_the_others_alone(
             results.append((out, *torch.autograd.grad(out, inputs, mine[3])))
     for clean, other in zip(*results, strict=True):
         torch.testing.assert_close(other[:, told], clean[:, told])
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("what", ["dtype", "mask"])
+@spmd(2)
+@meshed()
+def test_ranks_whose_sequences_differ_as_a_whole_are_told_so(
+    mesh: sp.Mesh, name: str, what: str
+) -> None:
+    """Each rank's own arguments fit together."""
+    here = what if mesh.rank else ""
+    x = torch.ones(1, 2, 2, 4, dtype=torch.float64 if here == "dtype" else torch.float32)
+    mask = sp.Mask(documents=(0, 3, 4) if here == "mask" else (0, 1, 4))
+    with pytest.raises(sp.CollectiveMismatch, match="Make these calls equal"):
+        on(mesh, name)(x, x, x, sharding=sp.Sharding.contiguous(4, 2), mask=mask)

@@ -145,6 +145,7 @@ def test_fingerprints_tell_shardings_apart() -> None:
         *(Sharding.from_positions(owned) for owned in ([[0], [1], [2]], [[0], [2], [1]])),
         *(Sharding.from_positions([[*range(0, 3 * n, n)], [9]]) for n in (1, 2)),
         *(Sharding.from_positions([own]) for own in ([0, 1, 5, 6], [5, 6, 0, 1])),
+        *(Sharding.from_positions([[0], *rest]) for rest in ([[4], []], [[], [4]])),
     ]
     assert len({sharding.fingerprint for sharding in different}) == len(different)
     assert Sharding.zigzag(24, 3).fingerprint == Sharding.zigzag(24, 3).fingerprint

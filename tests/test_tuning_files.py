@@ -17,7 +17,7 @@ import torch
 from oracle.tunings import PLAIN, drawn, timed
 
 import sp_core as sp
-from sp_core import measuring
+from sp_core import measuring, mesh as mesh_module
 from sp_core.mesh import fingerprint
 from sp_core.testing import run_threads, spmd
 from sp_core.tuning import (
@@ -200,6 +200,20 @@ def test_the_environment_names_a_file(
     monkeypatch.setenv("SP_TUNING", str(path))
     with sp.Mesh(comm, sp=comm.size) as mesh:
         assert sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"]).algorithm == "ring"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("node_name", "other"), ("cpu_model", "other"), ("node_cores", 0)]
+)
+def test_a_machine_is_known_by_its_host_processor_and_cores(
+    name: str, told: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many of the cores this process may use does not count."""
+    here = fingerprint()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert fingerprint() == here
+    monkeypatch.setattr(mesh_module, name, lambda: told)
+    assert fingerprint() != here
 
 
 def test_the_doctor_says_what_auto_decides_by(
