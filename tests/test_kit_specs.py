@@ -226,6 +226,12 @@ def test_a_tensor_whose_type_numpy_lacks_is_bytes(kind: str, form: str) -> None:
     assert (found(tensor, form, 2) is None) == (kind == "complex32")
 
 
+def test_an_unknown_type_on_a_device_is_named() -> None:
+    """Then only mpi4py knows the length of a message."""
+    with pytest.raises(KeyError, match=r"no datatype of MPI is \|V8"):
+        read(OnDevice(np.zeros(4, "V8")), "", 1)
+
+
 @pytest.mark.parametrize("form", ["", "B", "V"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_there_may_be_no_buffer(form: str, n: int) -> None:

@@ -144,7 +144,7 @@ def _memory(buffer: Any) -> Array:
     from mpi4py.MPI import buffer as memory
 
     kind = "V" if on_device is None else on_device["typestr"]
-    if "V" in kind:  # torch's bfloat16, or a type without an entry
+    if "V" in kind and hasattr(buffer, "__dlpack__"):  # torch's bfloat16, or a type of no entry
         kind = _type_of_tensor(buffer)
     return np.asarray(memory(buffer)).view(kind)
 
