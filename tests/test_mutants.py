@@ -49,7 +49,8 @@ def test_a_mutant_has_its_place_and_is_a_program(mutant: Mutant) -> None:
 
 def test_every_known_bug_is_planted_or_excluded() -> None:
     planted, excluded = {mutant.bug for mutant in CATALOGUE}, {x.id for x in EXCLUDED}
-    assert planted | excluded == set(catalogue.known())
+    what_to_do = "write each number of a bug into mutants/known.txt, or plant or exclude it"
+    assert planted | excluded == set(catalogue.known()), what_to_do
     assert not planted & excluded
     assert len({mutant.id for mutant in CATALOGUE}) == len(CATALOGUE)
     assert len(set(catalogue.known())) == len(catalogue.known())
