@@ -22,7 +22,7 @@ for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
     del os.environ[name]  # programs that tests start are not workers of this session
 
 
-RANKS = re.compile(r"\bspmd\b|mark\.ranks\b|from sp_core\.testing import .*\bgiven\b")
+RANKS = re.compile(r"\bspmd\b|mark\.ranks\b|from sp_core\.testing import (\([^)]*|.*)\bgiven\b")
 """A pattern that matches files with tests that run on ranks."""
 
 
@@ -43,7 +43,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     on_ranks = {item.path for item in session.items if _runs_on_ranks(item)}
     files = {path for path in on_ranks if path.match("test_*.py")}
     if hidden := sorted(str(path) for path in files if not RANKS.search(path.read_text())):
-        raise pytest.UsageError(f"tests on ranks, but no {RANKS.pattern}: {', '.join(hidden)}")
+        what_to_do = "import `given` or `spmd` from sp_core.testing, or mark one test `ranks`, in"
+        raise pytest.UsageError(f"mpiexec would leave out tests: {what_to_do} {', '.join(hidden)}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,9 +23,9 @@ from test_scaling import program
 import sp_core as sp
 from benchmarks import launching, record, records
 from benchmarks.__main__ import PROGRAMS
-from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
+from benchmarks.cases import bench_collectives, bench_layers, bench_schemes
 from benchmarks.cases.session import meet
-from benchmarks.cases.setting import NOTHING, Setting
+from benchmarks.cases.setting import BENCHMARKS, LAYERS, NOTHING, Setting, module_of
 from benchmarks.contests.contest import Contest
 from benchmarks.machine import fingerprint
 from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of, turn
@@ -111,9 +111,10 @@ def test_every_collective_algorithm_and_scheme_of_the_library_is_timed(
 
 
 def test_ids_are_unique_and_fit_the_schema() -> None:
-    suites = (bench_collectives, bench_schemes, bench_layers, bench_llama)
+    files = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("cases/bench_*.py")}
+    assert files == {*LAYERS}, "name each file of cases in LAYERS of benchmarks/cases/setting.py"
     for ranks in (1, 2, 3, 4, 6):
-        cases = [case for suite in suites for case in suite.cases(ranks)]
+        cases = [case for layer in LAYERS for case in module_of(layer).cases(ranks)]
         assert len({case.id for case in cases}) == len(cases)
         for case in cases:
             made = Setting().record(case, status="missing", reason="none")

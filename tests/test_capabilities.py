@@ -14,7 +14,8 @@ def test_the_documented_table_is_what_the_schemes_do() -> None:
         .read_text()
         .split("<!-- PYTHONPATH=tests python -m oracle.capabilities -->")
     )
-    assert shown.strip() == capabilities.table()
+    what_to_do = "put what PYTHONPATH=tests python -m oracle.capabilities prints into the page"
+    assert shown.strip() == capabilities.table(), what_to_do
 
 
 def test_a_scheme_that_is_wrong_gets_no_yes(monkeypatch: pytest.MonkeyPatch) -> None:

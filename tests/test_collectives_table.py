@@ -10,8 +10,9 @@ import torch
 import sp_core as sp
 from benchmarks.contests.collectives import contestants as timed, table as program
 from benchmarks.contests.collectives.contestants import CONTESTANTS, error_of
-from benchmarks.contests.collectives.table import KIB, MIB, ROWS, Row, heat_of, heats, judged
+from benchmarks.contests.collectives.table import KIB, MIB, OURS, ROWS, Row, heat_of, heats, judged
 from benchmarks.statistics import FEWEST, MISS
+from sp_core.programs.table import SCHEDULED
 from sp_core.testing import run_threads
 from sp_core.tuning import Curve, Tuning
 
@@ -30,6 +31,11 @@ def launch(other: float, ours: float, *, scratch: int = 0, kind: str = "default"
     heat = {"samples": samples, "scratch": dict.fromkeys(samples, scratch)}
     names = [heat_of(row, nbytes) for row in (RATIO, *ROWS[:2]) for nbytes in row.nbytes]
     return {"status": "ok", "kind": kind, "heats": dict.fromkeys(names, heat)}
+
+
+def test_every_algorithm_that_two_ranks_have_is_a_contestant() -> None:
+    offered = {name for names in SCHEDULED.values() for name in names} - {"hierarchical"}
+    assert {*OURS} == offered, "write its name into OURS of contests/collectives/table.py"
 
 
 @pytest.mark.parametrize(

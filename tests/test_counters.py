@@ -14,6 +14,7 @@ import sp_core as sp
 from benchmarks import counters
 from benchmarks.cases import bench_schemes
 from benchmarks.cases.case import measure, meshes, problem
+from benchmarks.cases.setting import LAYERS
 from benchmarks.sample import Counts
 from sp_core.counters import Counters
 from sp_core.testing import run_threads, spmd
@@ -139,8 +140,11 @@ def test_no_constants_of_earlier_measurements_are_used(
 
 def test_the_table_has_every_case_and_no_other() -> None:
     names = [f"{case.id} P={ranks}" for ranks in counters.SIZES for case in counters.chosen(ranks)]
-    assert sorted(counters.load()) == sorted(names)
-    assert counters.TABLE.read_text() == counters.text(counters.load())
+    what_to_do = "run nox -s counters -- --write, and commit benchmarks/counters.json"
+    assert sorted(counters.load()) == sorted(names), what_to_do
+    assert counters.TABLE.read_text() == counters.text(counters.load()), what_to_do
+    suites = {case.layer for case in counters.chosen(2)}
+    assert suites == {*LAYERS}, "let `chosen` in benchmarks/counters.py take cases of each suite"
 
 
 @pytest.mark.mpi_skip

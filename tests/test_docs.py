@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from domains.public import described
+from domains.public import commands, described
 from oracle.proof import verify
 from oracle.schedule_cases import schedule
 
@@ -16,6 +16,7 @@ from sp_core import llama, scheduling, testing
 from sp_core.nn import parallel
 from sp_core.nn.replicated import ReplicatedLayer
 from sp_core.programs import doubling, table
+from sp_core.schemes import SCHEMES
 from sp_core.testing import engine
 
 pytestmark = pytest.mark.mpi_skip
@@ -126,8 +127,32 @@ def test_the_table_of_tests_names_every_file() -> None:
         for path in (ROOT / "tests").glob("**/test_*.py")
     }
     files = {name for name in files if "/" not in name or name.startswith("hf/")}
-    assert [name for name in sorted(files) if not any(map(Path(name).match, patterns))] == []
+    unnamed = [name for name in sorted(files) if not any(map(Path(name).match, patterns))]
+    assert unnamed == [], "name these files in the table of tests/README.md"
     assert [one for one in patterns if not any(Path(name).match(one) for name in files)] == []
+
+
+def test_the_table_of_algorithms_is_that_of_the_library() -> None:
+    text = (ROOT / "docs" / "api" / "collectives.md").read_text()
+    shown = {
+        op: tuple(re.findall(r'"(\w+)"', names))
+        for ops, names in re.findall(r"^\| (`.+`) \| (.+) \|$", text, re.MULTILINE)
+        for op in re.findall(r"`(\w+)`", ops)
+    }
+    assert shown == table.SCHEDULED, "write the names into the table of docs/api/collectives.md"
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("commands.md", [name.removeprefix("sp-core ") for name in commands()]),
+        ("how_to/choose.md", [f"{name}_attention" for name in (*SCHEMES, "hybrid")]),
+    ],
+)
+def test_a_page_has_every_command_or_scheme(page: str, names: list[str]) -> None:
+    firsts = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    shown = {name for cell in firsts for name in re.findall(r"`(\w+)`", cell)}
+    assert {*names} - shown == set(), f"write a row into the table of docs/{page}"
 
 
 def test_every_page_can_be_found() -> None:

@@ -84,14 +84,13 @@ def test_pieces_have_one_length_on_all_ranks_or_on_none() -> None:
 def schedules(draw: st.DrawFn, op: str, algorithm: str, max_size: int = 9) -> Schedule:
     size = draw(st.integers(1, max_size))
     counts = pieces(size, draw(st.integers(0, 30)))
-    nodes = nodes_of(size, draw(st.integers(0, 12))) if algorithm == "hierarchical" else ()
     return schedule(
         op,
         algorithm,
         counts,
         draw(st.integers(0, size - 1)),
         draw(st.none() | st.integers(1, 4)),
-        nodes,
+        nodes_of(size, draw(st.integers(0, 12))),
     )
 
 

@@ -24,6 +24,7 @@ from domains.blocks import mask_of
 from domains.declared import Call, Parts, Subject, Values, near, normal, spans, values
 from domains.layers import sharding_of
 from domains.masks import documents
+from sp_core import schemes
 from sp_core.llama import Llama
 from sp_core.llama.names import checkpoint_name
 from sp_core.mesh import Mesh
@@ -31,7 +32,7 @@ from sp_core.nn.gradients import placement_of, reduce_gradients
 from sp_core.testing.tolerance import bound
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-SCHEMES = (None, "allgather_kv", "ring", "ulysses", "hybrid")
+SCHEMES = (None, *schemes.SCHEMES, "hybrid")
 SITUATIONS = situations.situations() | {
     "(algorithm)": values("auto", "ring", "window", "mpi"),
     "(call)": values("first", "second", "10th"),

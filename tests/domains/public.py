@@ -4,7 +4,7 @@ import argparse
 import importlib
 import inspect
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,15 +107,31 @@ def defaults() -> dict[str, set[float | str]]:
     found = defaultdict[str, set[float | str]](set)
     further = functions(["sp_core.integrations.transformers"])
     for function in (*functions().values(), *further.values()):
-        given: dict[str, Any] = (
-            {action.dest: action.default for action in function._actions}
-            if isinstance(function, argparse.ArgumentParser)
-            else {p.name: p.default for p in inspect.signature(function).parameters.values()}
-        )
-        for name, value in given.items():
-            if type(value) in (int, float, bool, str) and name != "help":
-                found[name].add(value)
+        for name, value in _scalars(function).items():
+            found[name].add(value)
     return found
+
+
+def _scalars(function: Public) -> dict[str, float | str]:
+    """Return a function's or a command's defaults that are numbers, booleans or texts."""
+    given: dict[str, Any] = (
+        {action.dest: action.default for action in function._actions if action.dest != "help"}
+        if isinstance(function, argparse.ArgumentParser)
+        else {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    )
+    return {name: x for name, x in given.items() if type(x) in (int, float, bool, str)}
+
+
+def never_changed(subjects: Iterable[Subject]) -> set[str]:
+    """Return the parameters with a default of `_scalars` that all rows of all subjects leave so."""
+    others = Counter[str]()
+    for subject in subjects:
+        for name in (subject.name, *subject.covers):
+            for factor, parts in subject.factors.items():
+                parameter = factor.partition(".")[0].lstrip("-").replace("-", "_")
+                others[f"{name}({parameter})"] += len(parts) - 1
+    scalars = {f"{name}({p})" for name, x in functions().items() for p in _scalars(x)}
+    return {name for name, count in others.items() if not count} & scalars
 
 
 def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -15,10 +15,11 @@ from transformers import Trainer, TrainingArguments
 
 import sp_core as sp
 from hf.cases import OWN, InFloat64, inputs, model
+from sp_core import schemes
 from sp_core.integrations.transformers import one_process, parallelize
 
 STEPS = 20
-SCHEMES = ("allgather_kv", "ring", "ulysses", "hybrid")
+SCHEMES = (*schemes.SCHEMES, "hybrid")
 
 
 class Recording(Trainer):

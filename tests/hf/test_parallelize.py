@@ -25,11 +25,11 @@ from hf.cases import (
     on_one_process,
 )
 from sp_core.integrations import transformers as integration
+from sp_core.schemes import SCHEMES
 from sp_core.testing import record_ratio, run_threads, spmd
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.tolerance import bound, check_close
 
-SCHEMES = ("allgather_kv", "ring", "ulysses")
 WAYS: list[tuple[str, dict[str, int]]] = [
     *((scheme, {"ring": size}) for scheme in SCHEMES for size in (1, 2, 3, 4)),
     *(("hybrid", {"ring": ring, "ulysses": 4 // ring}) for ring in (1, 2, 4)),

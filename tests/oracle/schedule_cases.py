@@ -136,7 +136,6 @@ def vectors(
     """Draw any collective among `ops` by any algorithm that has a schedule."""
     op, algorithm = draw(st.sampled_from([name for name in NAMES if name[0] in ops]))
     dtype = draw(st.sampled_from(dtypes))
-    layout = draw(st.integers(0, 9)) if algorithm == "hierarchical" else 0
     return Vectors(
         op,
         algorithm,
@@ -144,5 +143,5 @@ def vectors(
         draw(st.integers(0, 7)),
         dtype,
         draw(st.integers(0, 999)),
-        layout,
+        draw(st.just(0) | st.integers(0, 9)),
     )
