@@ -134,7 +134,7 @@ def _memory(buffer: Any) -> Array:
     memory on a device only address, size and dtype may be used.
     """
     on_device = None
-    with suppress(AttributeError, KeyError):  # torch has no entry for some of its types
+    with suppress(AttributeError, KeyError):  # the latter from torch, for float8
         on_device = buffer.__cuda_array_interface__
     if on_device is None and not hasattr(buffer, "__dlpack__"):
         return np.asarray(memoryview(buffer))  # `__array__` may give a copy
@@ -144,7 +144,8 @@ def _memory(buffer: Any) -> Array:
     from mpi4py.MPI import buffer as memory
 
     kind = "V" if on_device is None else on_device["typestr"]
-    if "V" in kind and hasattr(buffer, "__dlpack__"):  # torch's bfloat16, or a type of no entry
+    # torch describes bfloat16 as "V2", and gives no description of float8
+    if "V" in kind and hasattr(buffer, "__dlpack__"):
         kind = _type_of_tensor(buffer)
     return np.asarray(memory(buffer)).view(kind)
 
