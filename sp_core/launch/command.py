@@ -1,8 +1,10 @@
 """Start a program on several ranks and watch it: `sp-core run -n 4 -- python program.py`.
 
 A launch is one mpiexec with all processes that it starts. If a rank dies or the launch hangs, all
-its processes are ended in bounded time. Then the report says for each rank how it died, its stacks
-and the last place it noted. In a test session the report also names the example under way.
+its processes are ended in bounded time. If mpiexec ends by itself after a failure, one line names
+the rank that died first. If the launcher must end the launch, or a signal has killed a rank, a
+report says for each rank how it died, its stacks and the last place it noted. A test session that
+ends without results gets a report, too, which names the example under way.
 
 All ranks run on this machine: start programs on several nodes with mpiexec or srun directly.
 """
@@ -214,8 +216,8 @@ class Launch:
         There are five reasons: a rank has reached its time limit; the launch has reached its own; a
         rank of a test session has died; a signal has killed a rank; a rank of a plain program has
         failed and ORPHAN_SECONDS later the other ranks run on. Ranks that live have written their
-        stacks before a reason is returned. Return "" while all is well, or if the launch has ended
-        by itself, with any exit code.
+        stacks before a reason is returned. Return "" while all is well. Also return "" once mpiexec
+        has ended, unless a signal killed a rank or a test session left no result.
         """
         self.deaths.look(seconds)
         present = {path for name in NAMES for path in SHARED_MEMORY.glob(f"{name}*")}
@@ -312,8 +314,9 @@ def run(
 ) -> int:
     """Run a command on several ranks until it ends or its time limit is reached.
 
-    If the launch has to be ended or is interrupted, print a report on standard error and write the
-    JUnit file that pytest could not write.
+    If the launch has to be ended, print a report on standard error and write the JUnit file that
+    pytest could not write. After an interruption print the results of a test session, with that
+    file; for other programs print nothing.
 
     Args:
         ranks: number of ranks.
