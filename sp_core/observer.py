@@ -2,8 +2,8 @@
 
 An observer follows what the ranks of a communicator do. For example, the communicators of
 `sp_core.testing` observe their own ranks, to find deadlocks. `observer_of(comm)` returns the
-observer of a communicator, or one that ignores everything. The transports and agreements of this
-library call its methods.
+observer of a communicator. For one of mpi4py it is `Notices`, which only tells ranks that another
+rank has left. The transports and agreements of this library call its methods.
 """
 
 import functools

@@ -3,7 +3,7 @@
 `bind` prepares a collective on fixed memory and returns a `Ready`. The regions of its program
 become views of that memory. The messages take the form that the transport sends, and the sums and
 copies become calls. A run (one execution) makes no new tensors. When a run begins, it tells the
-communicator's observer what it will send; an observer checks calls in tests. The messages of a run
+communicator's observer what it will send; only those of tests look at it. The messages of a run
 have their own tag, and each rank posts them when ready, so several runs may be under way.
 """
 

@@ -114,9 +114,9 @@ class Transport(Protocol):
     def announce(self, sends: Messages, recvs: Messages) -> Handle:
         """Tell the communicator's observer which messages this rank will `post`. Nothing is sent.
 
-        An observer checks in tests that the calls of the ranks match; usually there is none. All
-        ranks call this at the same point of their programs, before they post the messages. The
-        handle is complete once the observer has been told.
+        Observers of tests compare these calls between ranks; `Notices` ignores them. All ranks call
+        this at the same point of their programs, before they post the messages. The handle is
+        complete once the observer has been told.
 
         Args:
             sends, recvs: the messages, for each peer in the order in which they will be posted.

@@ -109,7 +109,8 @@ class HostTransport(Transport):
     def announce(self, sends: Messages, recvs: Messages) -> Handle:
         """Tell the communicator's observer which messages this rank will post later.
 
-        Nothing is sent. An observer checks in tests that the calls of the ranks match.
+        Nothing is sent. Observers of tests compare these calls between ranks; `Notices` ignores
+        them.
         """
         return self.in_order(partial(self._say, sends, recvs, later=True))
 
@@ -138,8 +139,8 @@ class HostTransport(Transport):
     def _say(self, sends: Messages, recvs: Messages, *, later: bool) -> None:
         """Tell the communicator's observer which messages this rank posts. Nothing is sent.
 
-        An observer checks in tests that the calls of the ranks match. Sizes are given as
-        generators, so without an observer they are never computed.
+        Observers of tests compare these calls between ranks; `Notices` ignores them. Sizes are
+        given as generators, so `Notices` never computes them.
 
         Args:
             sends, recvs: the messages.
@@ -215,7 +216,8 @@ class OverHost(Transport):
     def announce(self, sends: Messages, recvs: Messages) -> Handle:
         """Tell the communicator's observer which messages this rank will post later.
 
-        Nothing is sent. An observer checks in tests that the calls of the ranks match.
+        Nothing is sent. Observers of tests compare these calls between ranks; `Notices` ignores
+        them.
         """
         return self.in_order(partial(self._host.announce, sends, recvs))
 
