@@ -37,8 +37,8 @@ _GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
 class Deaths:
     """Watch the processes of a launch's ranks, and tell which of them died first.
 
-    mpiexec kills the other ranks as soon as one has died. So the exit codes do not tell which rank
-    failed, but the order of the deaths does.
+    mpiexec usually kills the other ranks soon after one has died. So the exit codes do not tell
+    which rank failed, but the order of the deaths does.
 
     Args:
         run_dir: directory in which each rank writes its process id, its stacks, and where in the
@@ -375,7 +375,7 @@ def kill_session(leader: int, run_dir: Path | None = None) -> None:
     descend from the leader. They are found by the variable SP_RUN_DIR, which they have inherited.
 
     Args:
-        leader: process id of the launcher.
+        leader: process id of mpiexec, which leads the launch's session.
         run_dir: the launch's directory, the value of SP_RUN_DIR, if it has one.
     """
     killed = set[int]()  # those that live may start others
