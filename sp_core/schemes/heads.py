@@ -1,7 +1,8 @@
 """Choose which heads a rank computes, and concatenate heads of q, k and v for one message.
 
-`head_groups` is for AllGather-KV and the ring, the rest for Ulysses. A key/value head is read by
-H / K query heads. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim.
+`head_groups` is for AllGather-KV and the ring. `split_heads` divides heads among Ulysses ranks, or
+among the tensor ranks of a model. `side_by_side` is for Ulysses. A key/value head is read by H / K
+query heads. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ def head_groups(num_heads: int, num_kv_heads: int) -> list[Group]:
 def split_heads(
     num_heads: int, num_kv_heads: int, size: int
 ) -> tuple[tuple[range, ...], tuple[tuple[int, ...], ...]]:
-    """Divide heads among ranks for Ulysses.
+    """Divide heads among the ranks of Ulysses, or among tensor ranks.
 
     If each rank can have a key/value head, a rank gets whole key/value heads with all query heads
     that read them. No key or value is then sent twice. Otherwise query heads are divided evenly. A

@@ -1,6 +1,7 @@
 """Check the arguments of a scheme (`agree`), and compute attention block by block (`run`).
 
-AllGather-KV and the ring define only how keys and values reach a rank, as a `Scheme`. Terms:
+A `Scheme`, such as the ring, has two functions. `visits` brings keys and values to a rank.
+`gradients` computes the backward, and sums dk and dv over the ranks. Terms:
 
 - block: the keys and values of one rank, or of all ranks for some heads.
 - group: a range of query heads, and the key/value heads that they read.
