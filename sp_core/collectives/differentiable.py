@@ -42,8 +42,8 @@ from sp_core.compiling import EagerFunction, eager
 class _Local:
     """A function that sends nothing, which `_Apply` runs where it would run a collective.
 
-    It is the forward of `copy_to_group`, or the backward of `reduce_from_group` or
-    `gather_replicated`.
+    `run` is the backward of `reduce_from_group` and `gather_replicated`, and the backward of the
+    backward of `copy_to_group`.
 
     Args:
         name: names the function in the errors of `agree`.
