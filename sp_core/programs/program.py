@@ -70,7 +70,8 @@ class Operation(NamedTuple):
         reduction: "sum", "max" or "min".
         itemsize: bytes per element.
         segment: most elements per segment, for algorithms that cut pieces into segments; None: no
-            cut.
+            cut. For a transport a number marks a chunk of a longer collective (`chunks`), whose
+            pieces may differ between ranks; None means that there is no such cut.
         nodes: for each rank the number of its node; empty if all ranks are on one node.
         slot: elements of one slot (buffer of fixed size) of the shared memory.
         first: for a program in shared memory, how many steps the ranks have made before it, modulo

@@ -268,8 +268,8 @@ def widened(
 def are_equal(operation: Operation) -> bool:
     """Return whether the pieces of all ranks have one length. All ranks get the same answer.
 
-    A chunk of a longer collective (`Operation.chunks`) counts as uneven: a rank does not know
-    whether the pieces of all other ranks in it have one length, too.
+    A chunk of a longer collective (`Operation.chunks`, which sets `segment`) counts as uneven: a
+    rank does not know whether the pieces of all other ranks in it have one length, too.
     """
     return operation.segment is None and {*operation.send, *operation.recv} == {operation.longest}
 
