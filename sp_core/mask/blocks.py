@@ -4,7 +4,7 @@
 which need a mask, are kept thin. A run is a non-empty range of positions with a constant step of
 at least 1. A shard of 10^6 tokens usually has a few runs. An index is the place of a token in its
 shard: i of a query, j of a key. A band lo <= i - j <= hi is the visible pairs between two runs of
-equal step.
+equal step. The rows and columns of a `Block` are counted from its first query and key instead.
 """
 
 from bisect import bisect_left, bisect_right
@@ -41,12 +41,12 @@ class Block(NamedTuple):
     Args:
         q_start, q_stop: indices of the queries, q_start to q_stop - 1.
         kv_start, kv_stop: indices of the keys, kv_start to kv_stop - 1.
-        kind: "full": every pair is visible. "causal": as many keys as queries, and key j is
-            visible to query i if j <= i. "partial": some pairs are visible.
+        kind: "full": every pair is visible. "causal": as many keys as queries, and row r sees
+            column c if c <= r. "partial": some pairs are visible.
         pairs: the number of visible pairs.
-        band: (lo, hi) if the pairs with lo <= i - j <= hi are the visible ones; each query then
-            sees a key, and each key is seen. None for a partial block: compute the pairs from the
-            positions. Here and in `kind`, i and j are counted from the block's first query and key.
+        band: (lo, hi) of a partial block in which row r sees column c if lo <= r - c <= hi; each
+            query then sees a key, and each key is seen. None for full and causal blocks, and for
+            partial blocks whose visible pairs must be computed from the positions.
     """
 
     q_start: int
