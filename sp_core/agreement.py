@@ -66,7 +66,7 @@ class State(IntEnum):
 
     Attributes:
         CALLS: the rank makes the call.
-        REFUSES: a check of the rank's arguments has failed, or a message says that a rank leaves.
+        REFUSES: the rank's arguments are wrong, or it has received a message that another rank left.
         FREES: the rank frees the communicator.
         FAILS: the rank has an error: it leaves the communicator, or has refused a call that other
             ranks may make here.

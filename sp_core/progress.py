@@ -27,8 +27,8 @@ class Progress:
         lost: transfers that an error has ended. MPI may use their memory as long as it runs.
         posting: the rank's open transports whose messages reach MPI only after a copy to the host.
         lock: held by the thread of this rank that tests an operation which `poll` can reach.
-        held: every `Progress` that holds something, also of threads that have ended. None before
-            `settle_at_exit`, so for one rank and for the testing kit.
+        held: every `Progress` that holds something, also of threads that have ended. None until
+            `settle_at_exit` is called. Programs of one rank and the testing kit never call it.
     """
 
     held: ClassVar["set[Progress] | None"] = None

@@ -3,8 +3,8 @@
 Every rank of `comm` calls the same functions in the same order. Before a function sends anything,
 it checks that the ranks agree on its arguments and on the shape, dtype and `requires_grad` of the
 tensor (one agreement: an all-reduce of 32 bytes). An error on one rank is raised on all. With a
-mesh made with `check="off"` there is no such check, unless sizes must be found out. Without it,
-only the rank that finds an error raises it, and the others may wait for that rank forever.
+mesh made with `check="off"` there is no such check, unless sizes must be found out. Without this
+check, only the rank that finds an error raises it, and others may wait for that rank forever.
 
 The backward of a collective is a collective. The backward runs on a rank only if that rank's result
 is used, so use the result in the loss on all ranks or on none. This holds for zeros, too, which

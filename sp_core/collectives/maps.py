@@ -51,7 +51,7 @@ class Prepared:
     finish: Work = nothing
 
     def overwrite(self) -> None:
-        """Tell torch that `out` changes, because a backward may need its values of before."""
+        """Tell torch that `out` changes, so that a backward that saved it raises an error."""
         torch.autograd.graph.increment_version(self.out)
 
     def result(self) -> Tensor:

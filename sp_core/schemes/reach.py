@@ -124,7 +124,7 @@ def shown_keys(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> Shown:
 
     For each run of keys in a document, return all keys between the first and the last one that
     another rank sees. Return all keys of each block that another rank sees if a segment has a step
-    above 1, as in a striped sharding. So do if a single segment has all queries.
+    above 1, as in a striped sharding. Do the same if one segment holds all queries.
 
     Args:
         sharding: the positions of each rank's queries.

@@ -83,7 +83,8 @@ def ring_attention(
         make fewer messages. They make shorter ones, too. Of each range of positions in a document,
         only the keys from the first to the last that another rank sees are sent. But blocks are
         sent whole if a shard of `sharding` or `kv_sharding` has positions with a constant step
-        above 1, as in a striped one. So they are if a single range of positions has all queries.
+        above 1, as in a striped one. They are also sent whole if one range of positions holds all
+        queries.
         In the backward a rank sends the same messages, and up to P messages of as many elements in
         float32 or wider. A single rank sends nothing.
 
