@@ -66,7 +66,7 @@ class State(IntEnum):
 
     Attributes:
         CALLS: the rank makes the call.
-        REFUSES: the rank's arguments are wrong, or it has received a message that another rank left.
+        REFUSES: the rank's arguments are wrong, or it has heard that another rank has left.
         FREES: the rank frees the communicator.
         FAILS: the rank has an error: it leaves the communicator, or has refused a call that other
             ranks may make here.

@@ -182,7 +182,7 @@ def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
             CUDA kernels take a row's maximum before they scale, so they need a positive scale.
 
     Returns:
-        "flash_cpu", "flash_cuda" (flash, or cuDNN where torch prefers it), "efficient_cuda", "plain".
+        "flash_cpu", "flash_cuda" (or cuDNN where torch prefers it), "efficient_cuda" or "plain".
     """
     device_type, dtype, head_dim = q.device.type, q.dtype, q.shape[-1]
     if logits.needs_plain_kernel:
@@ -205,7 +205,7 @@ def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, logits: Logits
 ) -> tuple[Tensor, Tensor]:
-    """Run a kernel of the family `backend_for` on a block. Arguments as in `block_attention`.
+    """Run a kernel of the family that `backend_for` names. Arguments as in `block_attention`.
 
     The block must not be empty, and every query must see a key. Return out (B, H, Sq, D) and lse
     (B, H, Sq).
