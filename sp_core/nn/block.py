@@ -1,8 +1,8 @@
 """LLaMA's transformer block, whose weights are split over the ranks of a group.
 
-Shapes as in `sp_core.nn.parallel`: B batch, S tokens, E model dim, F feed-forward dim, H heads, K
-key/value heads, D head dim, P ranks. (B, S or S/P, E) is (B, S/P, E) with `lengths`, the number of
-tokens S/P of each rank, else (B, S, E).
+Shapes as in `sp_core.nn.parallel`: B batch, S tokens of this sequence rank, E model dim, F
+feed-forward dim, H heads, K key/value heads, D head dim, T tensor ranks. (B, S or S/T, E) is
+(B, S/T, E) with `lengths`, the number of tokens S/T of each tensor rank, else (B, S, E).
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from sp_core.schemes.heads import split_heads
 from sp_core.sharding import split_sizes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of this rank's heads, from rotated q (B, S, H/P, D) and k and v (B, S, K/P, D) to
-(B, S, H/P, D)."""
+"""Attention of this rank's heads, from rotated q (B, S, H/T, D) and k and v (B, S, K/T, D) to
+(B, S, H/T, D)."""
 
 
 class ParallelBlock(nn.Module):
@@ -109,7 +109,7 @@ class ParallelBlock(nn.Module):
         lengths: Lengths,
         chunk: int | None = None,
     ) -> Tensor:
-        """Apply the block to x: all tokens (B, S, E), or with `lengths` this rank's (B, S/P, E).
+        """Apply the block to x: all tokens (B, S, E), or with `lengths` this rank's (B, S/T, E).
 
         Return a tensor of the same shape. `rotate` turns q and k by position, `attend` computes
         attention. The feed-forward computes at most `chunk` tokens at a time, but at least one of

@@ -5,11 +5,11 @@ A layer that splits output features (column) is followed by one that splits inpu
 Outside such pairs each rank holds all tokens, or with Megatron's TP-SP only some of them:
 
     all     x (B, S, E)      copy_to_group(x) W_r^T  ->  reduce_from_group(y_r W_r^T)
-    TP-SP   x_r (B, S/P, E)  all_gather(x_r) W_r^T   ->  reduce_scatter(y_r W_r^T)
+    TP-SP   x_r (B, S/T, E)  all_gather(x_r) W_r^T   ->  reduce_scatter(y_r W_r^T)
 
-`lengths` has the number of tokens S/P of each rank outside the pairs; None means all tokens.
-Shapes: B batch, S tokens, E model dim, V vocabulary, P ranks; `/P` is this rank's part, which may
-be uneven. (B, S or S/P, E) is (B, S/P, E) with `lengths`, else (B, S, E).
+`lengths` has the number of tokens S/T of each rank outside the pairs; None means all tokens.
+Shapes: B batch, S tokens of this sequence rank, E model dim, V vocabulary, T tensor ranks. `/T` is
+this rank's part, maybe uneven. (B, S or S/T, E) is (B, S/T, E) with `lengths`, else (B, S, E).
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def check_part(name: str, part: nn.Module, kind: type[nn.Module] = Weight) -> No
 
 
 def join(*layers: Weight) -> None:
-    """Lay out the weights (out/P, E) of layers with the same input side by side in memory.
+    """Lay out the weights (out/T, E) of layers with the same input side by side in memory.
 
     `project` then needs one product for all of them while no gradients are recorded. On a CPU wide
     matrices of float32 or float64 are laid out by columns if all their weights are frozen: a
@@ -127,11 +127,11 @@ def _side_by_side(layers: Sequence[Weight]) -> Tensor | None:
 
 
 def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
-    """Apply each layer to x (B, S or S/P, E). Return this rank's features (B, S, out/P) of each.
+    """Apply each layer to x (B, S or S/T, E). Return this rank's features (B, S, out/T) of each.
 
     Communication:
         None in the forward, and one all-reduce of the gradient of x in the backward. With `lengths`
-        (the S/P of each rank) the messages of `gather_linears` instead.
+        (the S/T of each rank) the messages of `gather_linears` instead.
     """
     pairs, comm = [(layer.weight, layer.bias) for layer in layers], layers[0].comm
     if lengths is not None:
@@ -144,9 +144,9 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
 
 
 def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
-    """Multiply features y (B, S, in/P) by this rank's part of a weight, and sum over the ranks.
+    """Multiply features y (B, S, in/T) by this rank's part of a weight, and sum over the ranks.
 
-    Return (B, S, E), or with `lengths` (the S/P of each rank) this rank's tokens (B, S/P, E).
+    Return (B, S, E), or with `lengths` (the S/T of each rank) this rank's tokens (B, S/T, E).
 
     Communication:
         One all-reduce, and none in the backward. With `lengths` a reduce-scatter instead, and an
@@ -192,12 +192,12 @@ class Embedding(Weight):
         super().__init__(placement, comm, dtype)
 
     def forward(self, tokens: Tensor, lengths: Lengths, pad: int | None) -> Tensor:
-        """Return vectors (B, S or S/P, E) of int64 tokens (B, S), which are equal on every rank.
+        """Return vectors (B, S or S/T, E) of int64 tokens (B, S), which are equal on every rank.
 
         As with `padding_idx` of `nn.Embedding`, the vector of the token `pad` gets no gradient.
 
         Communication:
-            One all-reduce of (B, S, E), with `lengths` (the S/P of each rank) a reduce-scatter.
+            One all-reduce of (B, S, E), with `lengths` (the S/T of each rank) a reduce-scatter.
         """
         (own,) = self.placements["weight"].held[self.comm.rank]
         places, here = within(tokens, own)
@@ -320,15 +320,15 @@ class ColumnParallelLinear(_ParallelLinear):
     split_dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gather x (B, S/P, E) in rank order. Return this rank's features (B, S, sizes[rank]).
+        """Gather x (B, S/T, E) in rank order. Return this rank's features (B, S, sizes[rank]).
 
         Every rank calls this. The tokens are in the order of an all-gather, which
         `Sharding.restore` sorts. Without a sharding x is (..., E), all tokens, equal on every rank,
         and the result (..., sizes[rank]).
 
         Communication:
-            One agreement (32-byte all-reduce), then all-gathers: a rank sends `(P-1) * B*(S/P)*E`
-            elements. Backward the same again, and reduce-scatters of `B*(S - S/P)*E`. Without a
+            One agreement (32-byte all-reduce), then all-gathers: a rank sends `(T-1) * B*(S/T)*E`
+            elements. Backward the same again, and reduce-scatters of `B*(S - S/T)*E`. Without a
             sharding one all-reduce of the gradient of x, in the backward, replaces these messages.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
@@ -349,14 +349,14 @@ class RowParallelLinear(_ParallelLinear):
     split_dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, S, sizes[rank]), all tokens in rank order, to this rank's (B, S/P, E).
+        """Map x (B, S, sizes[rank]), all tokens in rank order, to this rank's (B, S/T, E).
 
         E is `out_features`. Every rank calls this. Without a sharding x is (..., sizes[rank]), and
         the result (..., E), all tokens.
 
         Communication:
-            One agreement (32-byte all-reduce), then reduce-scatters: a rank sends `B*(S - S/P)*E`
-            elements. Backward all-gathers of `(P-1) * B*(S/P)*E`, and an all-reduce of the bias
+            One agreement (32-byte all-reduce), then reduce-scatters: a rank sends `B*(S - S/T)*E`
+            elements. Backward all-gathers of `(T-1) * B*(S/T)*E`, and an all-reduce of the bias
             gradient. Without a sharding one all-reduce of the result replaces these messages.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))
