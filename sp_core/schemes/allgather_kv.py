@@ -26,8 +26,8 @@ from sp_core.schemes.problem import (
     Scheme,
     Upstream,
     Visit,
-    agree,
     block_gradients,
+    check_call,
     joined,
     run,
 )
@@ -91,7 +91,7 @@ def allgather_kv_attention(
     Source: Grattafiori et al. 2024, The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2,
     context parallelism.
     """
-    problem = agree(
+    problem = check_call(
         "allgather_kv_attention",
         *(q, k, v),
         comm=comm,

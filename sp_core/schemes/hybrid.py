@@ -23,7 +23,7 @@ from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
-from sp_core.schemes.problem import agree, run
+from sp_core.schemes.problem import check_call, run
 from sp_core.schemes.ring import SCHEME
 from sp_core.schemes.ulysses import Exchange
 from sp_core.sharding import Sharding
@@ -90,7 +90,7 @@ def hybrid_attention(
     Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719,
     section 4.
     """
-    problem = agree(
+    problem = check_call(
         *(f"hybrid_attention[{axes}, {ulysses}]", q, k, v),
         comm=_product(mesh, axes, ulysses, comm),
         sharding=sharding,

@@ -1,4 +1,4 @@
-"""Check the arguments of a scheme (`agree`), and compute attention block by block (`run`).
+"""Check the arguments of a scheme (`check_call`), and compute attention block by block (`run`).
 
 A `Scheme`, such as the ring, has two functions. `visits` brings keys and values to a rank.
 `gradients` computes the backward, and sums dk and dv over the ranks. Terms:
@@ -113,7 +113,7 @@ class Problem:
         return slice(min(q_start), max(q_stop)), slice(min(kv_start), max(kv_stop))
 
 
-def agree(
+def check_call(
     name: str,
     q: Tensor,
     k: Tensor,
@@ -266,7 +266,7 @@ class Scheme(NamedTuple):
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Compute attention by a scheme, with gradients. `agree` has checked the arguments.
+    """Compute attention by a scheme, with gradients. `check_call` has checked the arguments.
 
     All ranks call this together, because the functions of `scheme` communicate. Return out
     (B, S/P, H, D) in the dtype of q, and lse (B, H, S/P) in float32 or wider.
@@ -367,7 +367,7 @@ def block_gradients(
         held: the block, k and v (B, S_block, K, D).
         positions: global positions of the block's S_block keys.
         group: the query heads, and the key/value heads of `held` that these read.
-        problem: the attention call, as `agree` returned it.
+        problem: the attention call, as `check_call` returned it.
         part: (range of this rank's queries, range of the block's keys); all if not given.
 
     Returns:

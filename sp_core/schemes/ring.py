@@ -31,8 +31,8 @@ from sp_core.schemes.problem import (
     Scheme,
     Upstream,
     Visit,
-    agree,
     block_gradients,
+    check_call,
     run,
 )
 from sp_core.segments import positions_of
@@ -106,7 +106,7 @@ def ring_attention(
     Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889, section
     3.
     """
-    problem = agree(
+    problem = check_call(
         "ring_attention",
         *(q, k, v),
         comm=comm,

@@ -26,7 +26,7 @@ from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.schemes.heads import side_by_side, split_heads
-from sp_core.schemes.problem import Problem, agree
+from sp_core.schemes.problem import Problem, check_call
 from sp_core.segments import consecutive, positions_of
 from sp_core.sharding import Sharding
 
@@ -94,7 +94,7 @@ def ulysses_attention(
 
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, section 3.
     """
-    problem = agree(
+    problem = check_call(
         "ulysses_attention" + "[inner]" * (inner is not None),
         *(q, k, v),
         comm=comm,
