@@ -255,7 +255,7 @@ def test_stages_that_fail_at_different_micro_batches_go_on(
 
     model = Case((4, 2), layers=4).model(mesh)
     wanted, tracked = call(model), mesh["pp"].track
-    hook = model.layers[model.own[0]].register_forward_pre_hook(fail)
+    hook = model.layers[model.own_layers[0]].register_forward_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         call(model)
     monkeypatch.setattr(mesh["pp"], "track", tracked)

@@ -70,7 +70,7 @@ class Cache:
         self.owned: list[list[int]] = [[] for _ in range(comm.size)]
         tokens = -(-sum(self.room) // comm.size)
         # the keys of a head lie side by side: one query reads them twice as fast on a CPU
-        shape = (len(model.own), 2, len(model.kv_heads), tokens, config.head_dim)
+        shape = (len(model.own_layers), 2, len(model.kv_heads), tokens, config.head_dim)
         self.rows = torch.zeros(shape, dtype=model.dtype, device=comm.device)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=comm.device)
 

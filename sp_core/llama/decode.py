@@ -253,8 +253,9 @@ class Decoder:
         def alike(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if layer in called:
                 raise TypeError(
-                    f"layers.{self.model.own[layer]} runs blocks twice or more, and the cache has "
-                    "room for one run of each layer. Make more layers, each with one block."
+                    f"layers.{self.model.own_layers[layer]} runs blocks twice or more, and the "
+                    "cache has room for one run of each layer. Make more layers, each with one "
+                    "block."
                 )
             called.add(layer)
             return attend(layer, q.to(self.dtype), k, v)  # autocast lowers q, but not the cache

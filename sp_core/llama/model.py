@@ -76,6 +76,9 @@ class Llama(nn.Module):
             `Decoder.decode` ignores it. Gradients of norms are then summed over tensor ranks
             (`partial`).
 
+    Attributes:
+        own_layers: indices of this stage's layers.
+
     Raises:
         ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary,
             or more stages than layers. On every rank.
@@ -96,7 +99,7 @@ class Llama(nn.Module):
             raise DtypeError(f"dtype={dtype!r} was given; pass one of {FLOATS}.")
         self.config, self.grid, self.tp_sp, self.rope = config, grid, tp_sp, config.rope()
         comm = grid.tensor
-        self.own = stage_layers(config, grid.stages.size)[grid.stages.rank]
+        self.own_layers = stage_layers(config, grid.stages.size)[grid.stages.rank]
         if self.is_first or (self.is_last and config.tie_word_embeddings):
             self.embed_tokens = Embedding(
                 config.vocab_size, config.hidden_size, comm, dtype, copy=not self.is_first
@@ -106,7 +109,7 @@ class Llama(nn.Module):
         held: Any = {"comm": comm, "dtype": dtype, "tp_sp": tp_sp}
         self.layers = nn.ModuleList(
             ParallelBlock(*sizes, config.rms_norm_eps, **held)
-            if number in self.own
+            if number in self.own_layers
             else nn.Module()
             for number in range(config.num_hidden_layers)
         )
@@ -161,7 +164,7 @@ class Llama(nn.Module):
         """Raise an error, on this rank, for a replaced part, or a hook on a part or a gradient."""
         if torch.is_grad_enabled():
             check_hooks(self)
-        for number in self.own:
+        for number in self.own_layers:
             for block in blocks_in(self.layers[number]):
                 block.check_parts(f"layers.{number}")
         if self.is_last:
@@ -171,7 +174,7 @@ class Llama(nn.Module):
 
     def join_weights(self) -> None:
         """Lay out the weights for products with few tokens; `nn.parallel.join` says how."""
-        for number in self.own:
+        for number in self.own_layers:
             for block in blocks_in(self.layers[number]):
                 block.join_weights()
         if self.is_last and not self.config.tie_word_embeddings:
@@ -264,7 +267,7 @@ class Llama(nn.Module):
         """
         x = self.embed_tokens(x, one.lengths, self.config.padding) if self.is_first else x
         rotate = rotation(self.rope, one.positions, x)
-        for place, layer in enumerate(self.layers[number] for number in self.own):
+        for place, layer in enumerate(self.layers[number] for number in self.own_layers):
             x = one.saving.apply(layer, x, rotate, partial(one.attend, place), one.lengths)
         return self.norm(x) if self.is_last else x
 

@@ -69,7 +69,7 @@ def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
         part = placement_of(parameter).take(whole[checkpoint_name(name)], model.grid.tensor.rank)
         assert torch.equal(parameter, part.to(parameter)), name
     layers = {int(name.split(".")[1]) for name in held if name.startswith("layers.")}
-    assert layers == set(model.own)
+    assert layers == set(model.own_layers)
     assert ("embed_tokens.weight" in held) == (
         model.is_first or (model.is_last and model.config.tie_word_embeddings)
     )

@@ -72,7 +72,7 @@ def unequal(texts: list[list[int]], plan: Assignment) -> Any:
 def vast(mesh: sp.Mesh, here: bool) -> object:
     """Make a decoder of so many layers on the last rank that no memory holds their keys."""
     model = CASE.model(mesh)
-    model.own = range(2**50) if here else model.own
+    model.own_layers = range(2**50) if here else model.own_layers
     return Decoder(model, [3])
 
 
