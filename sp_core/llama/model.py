@@ -78,6 +78,8 @@ class Llama(nn.Module):
 
     Attributes:
         own_layers: indices of this stage's layers.
+        kv_heads: the key/value heads that this rank holds.
+        kv_head_of: for each query head an index into `kv_heads`; None if no head is repeated.
 
     Raises:
         ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary,
@@ -118,10 +120,10 @@ class Llama(nn.Module):
         if self.is_last and not config.tie_word_embeddings:
             shape = config.vocab_size, config.hidden_size
             self.lm_head = Weight(Placement.split(shape, 0, comm.size), comm, dtype)
-        slots = split_heads(*heads, comm.size)[1][comm.rank]
-        self.kv_heads = sorted(set(slots))
-        self.slots = (
-            None if list(slots) == self.kv_heads else [self.kv_heads.index(head) for head in slots]
+        read = split_heads(*heads, comm.size)[1][comm.rank]
+        self.kv_heads = sorted(set(read))
+        self.kv_head_of = (
+            None if list(read) == self.kv_heads else [self.kv_heads.index(head) for head in read]
         )
 
     @property
@@ -326,7 +328,7 @@ class Llama(nn.Module):
 
         Heads are repeated only if unequal numbers of this rank's query heads read them.
         """
-        return x if self.slots is None else x[:, :, self.slots]
+        return x if self.kv_head_of is None else x[:, :, self.kv_head_of]
 
     def check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> None:
         """Raise an error, on this rank, if an argument of `forward` is wrong.
