@@ -110,7 +110,7 @@ class Decoder:
                 block of the mesh, because other stages wait.
             CollectiveMismatch: ranks with different tokens. On every rank. No error adds tokens.
         """
-        return self._run("prefill", tokens, self._spread)
+        return self._run("prefill", tokens, self._prefill_step)
 
     def decode(self, tokens: Tokens) -> Tensor:
         """Append tokens to sequences, usually one each, every sequence rank computing all of them.
@@ -124,7 +124,7 @@ class Decoder:
             (N', E) over the sequence ranks, and one all-gather of (N', V) over the tensor ranks.
             Between stages as `prefill`.
         """
-        return self._run("decode", tokens, self._everywhere)
+        return self._run("decode", tokens, self._decode_step)
 
     @torch.no_grad()
     def _run(self, what: str, tokens: Tokens, step_of: Callable[[Cache, New], Step]) -> Tensor:
@@ -153,7 +153,7 @@ class Decoder:
                 cache.lengths, cache.owned = lengths, [*map(list, map(islice, cache.owned, counts))]
             raise
 
-    def _spread(self, cache: Cache, new: New) -> Step:
+    def _prefill_step(self, cache: Cache, new: New) -> Step:
         """Prepare `prefill` of a micro-batch: each sequence rank computes some new tokens."""
         mine = new.shares[self.model.grid.sequence.rank]
         added = [[new.positions[place] for place in share] for share in new.shares]
@@ -169,7 +169,7 @@ class Decoder:
         one = self._pass(cache, new, mine, attend, self.model.lengths(len(mine)))
         return one, lambda row: self._last(row, new, one.lengths)
 
-    def _everywhere(self, cache: Cache, new: New) -> Step:
+    def _decode_step(self, cache: Cache, new: New) -> Step:
         """Prepare `decode` of a micro-batch with few new tokens.
 
         Each sequence rank computes the queries of all new tokens, and attends to the keys of its
