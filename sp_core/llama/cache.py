@@ -28,7 +28,7 @@ Places = Tensor | slice
 
 
 @dataclass(frozen=True)
-class New:
+class NewTokens:
     """The new tokens of a micro-batch: some sequences of a batch that are computed together.
 
     Args:
@@ -97,7 +97,7 @@ class Cache:
             start + t for start, new in zip(starts, tokens, strict=True) for t in range(len(new))
         ]
 
-    def add(self, tokens: Tokens, positions: list[int]) -> New:
+    def add(self, tokens: Tokens, positions: list[int]) -> NewTokens:
         """Record new tokens at the positions that `place` returned, and assign them to ranks.
 
         `write` then stores the keys and values of this rank's tokens.
@@ -109,7 +109,7 @@ class Cache:
         mine = [positions[place] for place in shares[self.rank]]
         kept = len(self.owned[self.rank])
         self.positions[kept - len(mine) : kept] = position_tensor(mine)
-        return New(tokens, positions, shares)
+        return NewTokens(tokens, positions, shares)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's k and v (1, S, K/T, D) of the S tokens that `add` last gave this rank."""

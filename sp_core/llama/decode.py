@@ -27,7 +27,7 @@ from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.llama import pipeline
-from sp_core.llama.cache import Cache, New, Places
+from sp_core.llama.cache import Cache, NewTokens, Places
 from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass, check_model
 from sp_core.nn.parallel import Lengths
@@ -127,7 +127,9 @@ class Decoder:
         return self._run("decode", tokens, self._decode_step)
 
     @torch.no_grad()
-    def _run(self, what: str, tokens: Tokens, step_of: Callable[[Cache, New], Step]) -> Tensor:
+    def _run(
+        self, what: str, tokens: Tokens, step_of: Callable[[Cache, NewTokens], Step]
+    ) -> Tensor:
         """Run `prefill` or `decode`: check the call on all ranks, and return logits (N', V).
 
         `what` is the name of the method; `step_of` prepares what to compute for a micro-batch.
@@ -153,7 +155,7 @@ class Decoder:
                 cache.lengths, cache.owned = lengths, [*map(list, map(islice, cache.owned, counts))]
             raise
 
-    def _prefill_step(self, cache: Cache, new: New) -> Step:
+    def _prefill_step(self, cache: Cache, new: NewTokens) -> Step:
         """Prepare `prefill` of a micro-batch: each sequence rank computes some new tokens."""
         mine = new.shares[self.model.grid.sequence.rank]
         added = [[new.positions[place] for place in share] for share in new.shares]
@@ -169,7 +171,7 @@ class Decoder:
         one = self._pass(cache, new, mine, attend, self.model.lengths(len(mine)))
         return one, lambda row: self._last(row, new, one.lengths)
 
-    def _decode_step(self, cache: Cache, new: New) -> Step:
+    def _decode_step(self, cache: Cache, new: NewTokens) -> Step:
         """Prepare `decode` of a micro-batch with few new tokens.
 
         Each sequence rank computes the queries of all new tokens, and attends to the keys of its
@@ -202,7 +204,7 @@ class Decoder:
         # tensor groups that lie differently on nodes may add in other orders
         return one, lambda row: broadcast(row[new.ends()], comm=comm)
 
-    def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, New]]:
+    def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, NewTokens]]:
         """Check that the ranks of a replica agree on a valid call, and add tokens to the caches.
 
         Returns:
@@ -240,7 +242,7 @@ class Decoder:
     def _pass(
         self,
         cache: Cache,
-        new: New,
+        new: NewTokens,
         places: Sequence[int],
         attend: LayerAttend,
         lengths: Lengths = None,
@@ -262,7 +264,7 @@ class Decoder:
 
         return Pass(tokens, where, alike, lengths)
 
-    def _last(self, row: Tensor, new: New, lengths: Lengths) -> Tensor:
+    def _last(self, row: Tensor, new: NewTokens, lengths: Lengths) -> Tensor:
         """Gather the hidden state of each sequence's last new token: (N', E) on every rank.
 
         `row` is the result of the layers for this rank's new tokens. With `lengths` (TP-SP) the
