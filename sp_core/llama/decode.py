@@ -34,7 +34,7 @@ from sp_core.nn.parallel import Lengths
 from sp_core.nn.replicated import precision
 from sp_core.sharding import Sharding, split_ranges, split_sizes
 
-Step = tuple[Pass, Callable[[Tensor], Tensor]]
+DecoderStep = tuple[Pass, Callable[[Tensor], Tensor]]
 """A micro-batch's pass, and a function from the result (S, E) to the last tokens' (N', E)."""
 
 
@@ -128,7 +128,7 @@ class Decoder:
 
     @torch.no_grad()
     def _run(
-        self, what: str, tokens: Tokens, step_of: Callable[[Cache, NewTokens], Step]
+        self, what: str, tokens: Tokens, step_of: Callable[[Cache, NewTokens], DecoderStep]
     ) -> Tensor:
         """Run `prefill` or `decode`: check the call on all ranks, and return logits (N', V).
 
@@ -155,7 +155,7 @@ class Decoder:
                 cache.lengths, cache.owned = lengths, [*map(list, map(islice, cache.owned, counts))]
             raise
 
-    def _prefill_step(self, cache: Cache, new: NewTokens) -> Step:
+    def _prefill_step(self, cache: Cache, new: NewTokens) -> DecoderStep:
         """Prepare `prefill` of a micro-batch: each sequence rank computes some new tokens."""
         mine = new.shares[self.model.grid.sequence.rank]
         added = [[new.positions[place] for place in share] for share in new.shares]
@@ -171,7 +171,7 @@ class Decoder:
         one = self._pass(cache, new, mine, attend, self.model.lengths(len(mine)))
         return one, lambda row: self._last(row, new, one.lengths)
 
-    def _decode_step(self, cache: Cache, new: NewTokens) -> Step:
+    def _decode_step(self, cache: Cache, new: NewTokens) -> DecoderStep:
         """Prepare `decode` of a micro-batch with few new tokens.
 
         Each sequence rank computes the queries of all new tokens, and attends to the keys of its
