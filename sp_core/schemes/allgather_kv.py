@@ -21,7 +21,7 @@ from sp_core.mask import Mask
 from sp_core.schemes import in_place
 from sp_core.schemes.heads import Group
 from sp_core.schemes.problem import (
-    Block,
+    KeyValue,
     Problem,
     Scheme,
     Upstream,
@@ -114,7 +114,9 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
         yield Visit(number, positions, [(heads, slice(None))], next(blocks))
 
 
-def _gathered(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Block]:
+def _gathered(
+    k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]
+) -> Iterator[KeyValue]:
     """Yield k and v of all ranks for each group of heads, (B, S, heads, D) each.
 
     Tokens are in the order of `kv_sharding.sorted_positions`. Before a group is yielded, the

@@ -22,7 +22,7 @@ from functools import partial
 from torch import Tensor
 
 from sp_core.communicator import Communicator
-from sp_core.schemes.problem import Block, Problem
+from sp_core.schemes.problem import KeyValue, Problem
 from sp_core.transport import Done, Handle, Window, wait
 from sp_core.transport.shared import Regions, Spec
 
@@ -52,7 +52,7 @@ def is_read(comm: Communicator, op: str) -> bool:
     return comm.size > 1 and has_regions and may_share(comm, op)
 
 
-def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block]]:
+def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, KeyValue]]:
     """Yield each rank's keys and values in the order of the ring, own first, without a message.
 
     A block is valid until the next one is asked for. All ranks iterate to the end. They wait for
@@ -80,7 +80,7 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
         comm.fence()  # then all ranks have read k and v, and the caller may change them
 
 
-def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], Handle]:
+def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[KeyValue], Handle]:
     """Copy this rank's keys and values that other ranks see into shared memory.
 
     Returns:
@@ -107,7 +107,7 @@ def _specs(like: Tensor, problem: Problem) -> list[Spec]:
     return [((2, batch, length, *head), like.dtype) for length in problem.shown.lengths]
 
 
-def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], Handle]:
+def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[KeyValue], Handle]:
     """Return the blocks of all ranks as views of the tensors that their owners passed.
 
     Returns:
@@ -126,7 +126,7 @@ def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], 
     return list(zip(of_all(k), of_all(v), strict=True)), _fence(problem)
 
 
-def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
+def whole(k: Tensor, v: Tensor, problem: Problem) -> KeyValue:
     """Gather k and v of all ranks in shared memory, and wait until all ranks have written theirs.
 
     Every rank calls this, and writes only its own tokens.
@@ -173,10 +173,10 @@ class SharedSums:
         self._problem, self._like = problem, like[:, :0]
         self._shown = problem.shown.of(problem.comm.rank)
         self._sums: list[Tensor] = []
-        self._mine: Block = self._like, self._like
+        self._mine: KeyValue = self._like, self._like
         self._adding: Handle = Done()
 
-    def add(self, step: int, own: Block | None, keys: slice) -> None:
+    def add(self, step: int, own: KeyValue | None, keys: slice) -> None:
         """Start to add this rank's gradient of one block to the sum of the block's gradients.
 
         In step s the block is the keys and values of rank r - s, on rank r.
@@ -203,7 +203,7 @@ class SharedSums:
             work = [partial(x[:, keys].add_, y) for x, y in zip(total, own, strict=True)]
         self._adding = comm.track(_window(self._problem).start([[], work], "gradients in place"))
 
-    def _begin(self, own: Block | None) -> list[Callable[[], object]]:
+    def _begin(self, own: KeyValue | None) -> list[Callable[[], object]]:
         """Return the copies that start the sums of this rank's own block: `own`, or zeros.
 
         Gradients of keys that other ranks see are summed in shared memory.
@@ -217,7 +217,7 @@ class SharedSums:
             for shared, x in zip(self._sums[rank], self._mine, strict=True)
         ]
 
-    def arrived(self) -> Block:
+    def arrived(self) -> KeyValue:
         """Wait until all ranks have added their gradients. Return dk and dv of this rank's tokens.
 
         dk and dv are (B, S_block, K, D) each, and do not lie in shared memory.
@@ -230,7 +230,7 @@ class SharedSums:
         return self._mine
 
 
-def zeros(like: Tensor, length: int) -> Block:
+def zeros(like: Tensor, length: int) -> KeyValue:
     """Return zeros as the gradients of `length` keys and values, (2, B, length, K, D).
 
     `like` is any tensor (B, *, K, D) of their dtype, on their device.
@@ -255,6 +255,6 @@ def _fence(problem: Problem) -> Handle:
     return problem.comm.track(_window(problem).start([[], []], "fence of blocks in place"))
 
 
-def _count(comm: Communicator, block: Block) -> None:
+def _count(comm: Communicator, block: KeyValue) -> None:
     """Count a block read from another rank's memory as one message of the ring."""
     comm.counters["ring"].add(messages=1, bytes_sent=sum(x.nbytes for x in block))

@@ -45,7 +45,7 @@ from sp_core.sharding import Sharding, check_sharding
 Part = tuple[slice, slice]
 """(queries, keys): a range of this rank's queries and a range of a block's keys, as indices."""
 
-Block = tuple[Tensor, Tensor] | Tensor
+KeyValue = tuple[Tensor, Tensor] | Tensor
 """Keys and values, or the gradients of keys and values: a pair of (B, S_block, K, D) tensors, or
 both in one tensor (2, B, S_block, K, D)."""
 
@@ -190,7 +190,7 @@ def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, return_
     )
 
 
-def _memory_id(kv: Block, comm: Communicator) -> int:
+def _memory_id(kv: KeyValue, comm: Communicator) -> int:
     """Return a number >= 0 that identifies the shared-memory allocations of k and of v.
 
     Return a number < 0 if k or v is not at the start of such memory, or if saved-tensor hooks may
@@ -236,7 +236,7 @@ class Visit(NamedTuple):
     step: int
     positions: Positions
     groups: Sequence[Group]
-    held: Block | None
+    held: KeyValue | None
 
 
 Upstream = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -354,7 +354,7 @@ def _attend(
 
 def block_gradients(
     upstream: Upstream,
-    held: Block,
+    held: KeyValue,
     positions: Positions,
     group: Group,
     problem: Problem,
@@ -395,6 +395,6 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def heads_first(block: Block, heads: slice, tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
+def heads_first(kv: KeyValue, heads: slice, tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
     """Return views (B, K, S, D) of some heads and tokens of a block's k and v, (B, S, K, D)."""
-    return block[0][:, tokens, heads].transpose(1, 2), block[1][:, tokens, heads].transpose(1, 2)
+    return kv[0][:, tokens, heads].transpose(1, 2), kv[1][:, tokens, heads].transpose(1, 2)

@@ -26,7 +26,7 @@ from sp_core.mask import Mask, Positions, position_tensor
 from sp_core.schemes import in_place
 from sp_core.schemes.heads import Group
 from sp_core.schemes.problem import (
-    Block,
+    KeyValue,
     Problem,
     Scheme,
     Upstream,
@@ -121,7 +121,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
+def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, KeyValue | None]]:
     """Yield the keys and values (the block) of each rank as the ring brings them, own block first.
 
     Yields:
@@ -147,7 +147,7 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
 
     shown = problem.shown
 
-    def visit(step: int, block: int, held: Block | None) -> Visit:
+    def visit(step: int, block: int, held: KeyValue | None) -> Visit:
         if not problem.sees(block):
             held = None
         positions: Positions = positions_of(problem.kv_sharding.segments[block])
@@ -270,7 +270,7 @@ class Travel:
         )
         return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 
-    def circulate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Block | None]]:
+    def circulate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, KeyValue | None]]:
         """Yield the block (a rank's keys and values) of each step, while the next one is received.
 
         This rank's own block comes first. Every rank iterates to the end.
@@ -285,7 +285,7 @@ class Travel:
         """
         present: Tensor | None = torch.stack((k[:, self.shown], v[:, self.shown]))
         # contiguous on every rank, so that the kernels round alike
-        held: Block | None = (k.contiguous(), v.contiguous())
+        held: KeyValue | None = (k.contiguous(), v.contiguous())
         for step in range(self.last + 1):
             arriving, block = self.arriving(step), self.block(step)
             handle: Handle = Done()
@@ -314,10 +314,10 @@ class TravellingSums(Travel):
         self._length = problem.kv_sharding.local_len(self.comm.rank)
         self._handle: Handle = Done()
         self._coming: Tensor | None = None
-        self._mine: Block | None = None
+        self._mine: KeyValue | None = None
         self._sum: Tensor | None = None
 
-    def add(self, step: int, own: Block | None, keys: slice) -> None:
+    def add(self, step: int, own: KeyValue | None, keys: slice) -> None:
         """Add this rank's gradient of one block to the block's sum, and start to send the sum.
 
         In step s the block is the keys and values of rank r - s, on rank r. First wait for the
@@ -349,7 +349,7 @@ class TravellingSums(Travel):
             recvs.append(((rank + step) % self.comm.size, self._sum))
         self._handle = self.exchange([(self.right if goes_on else block, total)], recvs)
 
-    def arrived(self) -> Block:
+    def arrived(self) -> KeyValue:
         """Wait for the last messages. Return the summed dk and dv of this rank's block.
 
         Each is (B, S_block, K, D).
