@@ -42,7 +42,7 @@ from sp_core.schemes.reach import Shown, hops, seen_blocks, shown_keys
 from sp_core.segments import positions_of
 from sp_core.sharding import Sharding, check_sharding
 
-Part = tuple[slice, slice]
+Ranges = tuple[slice, slice]
 """(queries, keys): a range of this rank's queries and a range of a block's keys, as indices."""
 
 KeyValue = tuple[Tensor, Tensor] | Tensor
@@ -69,7 +69,7 @@ class Problem:
     resident: bool = False
 
     def against(
-        self, kv_positions: Positions, heads: slice, part: Part = (slice(None), slice(None))
+        self, kv_positions: Positions, heads: slice, part: Ranges = (slice(None), slice(None))
     ) -> dict[str, Any]:
         """Return the keyword arguments of `attend` for some queries of this rank and a block.
 
@@ -99,7 +99,7 @@ class Problem:
         """Return which keys of each rank other ranks see (`reach.shown_keys`)."""
         return shown_keys(self.sharding, self.kv_sharding, self.mask)
 
-    def part(self, kv_positions: Positions) -> Part:
+    def part(self, kv_positions: Positions) -> Ranges:
         """Return a range of this rank's queries and one of keys that contain all visible pairs.
 
         `kv_positions` are the global positions of the block's keys. Without any visible pair
@@ -358,7 +358,7 @@ def block_gradients(
     positions: Positions,
     group: Group,
     problem: Problem,
-    part: Part = (slice(None), slice(None)),
+    part: Ranges = (slice(None), slice(None)),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of attention to one block, for a group of heads. No communication.
 
