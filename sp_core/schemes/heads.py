@@ -15,7 +15,7 @@ from sp_core.attention import accumulation_dtype
 from sp_core.compiling import EagerFunction
 from sp_core.sharding import split_ranges
 
-Part = tuple[int, range]
+HeadRange = tuple[int, range]
 """(index of a tensor in a list of tensors, range of its heads)."""
 
 
@@ -85,7 +85,7 @@ class _SideBySide(EagerFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, parts: Sequence[Part], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, parts: Sequence[HeadRange], *tensors: Tensor) -> Tensor:
         ctx.parts, ctx.heads = parts, [x.shape[2] for x in tensors]
         return torch.cat(
             [
