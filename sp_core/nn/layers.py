@@ -32,7 +32,7 @@ Device = torch.device | None
 Dtype = torch.dtype | None
 Function = Callable[[Tensor], Tensor]
 
-Scheme = Callable[..., Tensor | tuple[Tensor, Tensor]]
+AttentionFunction = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """A function that computes attention over the tokens of all ranks, such as `ring_attention`: from q
 (B, S/P, H, D), k and v (B, S/P, K, D) to (B, S/P, H, D). Its keywords are comm, sharding and mask,
 and those of softcap, sinks and alibi that a layer uses."""
@@ -175,7 +175,7 @@ class SelfAttention(ReplicatedLayer):
         comm: Communicator,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        attention: Scheme = allgather_kv_attention,
+        attention: AttentionFunction = allgather_kv_attention,
         rope: Rope | None = None,
         bias: bool = True,
         softcap: float | None = None,
@@ -322,7 +322,7 @@ class TransformerBlock(nn.Module):
         ffn_hidden: int | None = None,
         gated: bool = False,
         norm: str = "layer",
-        attention: Scheme = allgather_kv_attention,
+        attention: AttentionFunction = allgather_kv_attention,
         mask: Mask | None = None,
         rope: Rope | None = None,
         bias: bool = True,
