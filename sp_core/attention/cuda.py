@@ -24,7 +24,7 @@ CUDNN, CUDNN_HEAD_DIM = SDPBackend.CUDNN_ATTENTION.value, 128
 
 Triple = tuple[Tensor, Tensor, Tensor]
 """The gradients (dq, dk, dv)."""
-Lengths = tuple[tuple[int, ...], tuple[int, ...]]
+SequenceLengths = tuple[tuple[int, ...], tuple[int, ...]]
 """For each sequence the number of queries; for each sequence the number of keys."""
 
 
@@ -165,7 +165,7 @@ def _flash_state(like: Tensor) -> Iterator[Tensor]:
 
 
 def sequences(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, lengths: SequenceLengths, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Run the flash kernel on many sequences at once. A query sees the keys of its own sequence.
 
@@ -188,7 +188,7 @@ def sequences(
 
 
 def sequences_backward(
-    tensors: Sequence[Tensor], lse: Tensor, lengths: Lengths, causal: bool, scale: float
+    tensors: Sequence[Tensor], lse: Tensor, lengths: SequenceLengths, causal: bool, scale: float
 ) -> Triple:
     """Run the backward of `sequences`. Return dq, dk and dv in the shapes of q, k and v.
 
@@ -204,7 +204,7 @@ def sequences_backward(
     return dq, dk, dv
 
 
-def _ends(lengths: Lengths, like: Tensor) -> tuple[object, ...]:
+def _ends(lengths: SequenceLengths, like: Tensor) -> tuple[object, ...]:
     """Return the arguments that tell the flash kernel where the sequences of a batch end.
 
     Args:

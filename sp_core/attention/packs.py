@@ -158,7 +158,7 @@ class Sequences(NamedTuple):
     causal: bool
     queries: Tensor
     keys: Tensor
-    lengths: cuda.Lengths
+    lengths: cuda.SequenceLengths
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor, lse: Tensor
