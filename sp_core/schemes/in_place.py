@@ -52,7 +52,7 @@ def is_read(comm: Communicator, op: str) -> bool:
     return comm.size > 1 and has_regions and may_share(comm, op)
 
 
-def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, KeyValue]]:
+def blocks_in_place(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, KeyValue]]:
     """Yield each rank's keys and values in the order of the ring, own first, without a message.
 
     A block is valid until the next one is asked for. All ranks iterate to the end. They wait for

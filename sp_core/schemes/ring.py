@@ -121,7 +121,9 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, KeyValue | None]]:
+def ring_blocks(
+    k: Tensor, v: Tensor, problem: Problem
+) -> Iterator[tuple[int, int, KeyValue | None]]:
     """Yield the keys and values (the block) of each rank as the ring brings them, own block first.
 
     Yields:
@@ -131,8 +133,8 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
         (`Problem.shown`).
     """
     if in_place.is_read(problem.comm, "shift"):
-        return in_place.circulate(k, v, problem)
-    return Travel(problem, k.detach()).circulate(k.detach(), v.detach())
+        return in_place.blocks_in_place(k, v, problem)
+    return Travel(problem, k.detach()).blocks_by_message(k.detach(), v.detach())
 
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
@@ -156,7 +158,7 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
             positions = positions[at] if isinstance(at, slice) else position_tensor(positions)[at]
         return Visit(step, positions, groups, held)
 
-    return starmap(visit, circulate(k, v, problem))
+    return starmap(visit, ring_blocks(k, v, problem))
 
 
 def _gradients(
@@ -270,7 +272,7 @@ class Travel:
         )
         return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 
-    def circulate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, KeyValue | None]]:
+    def blocks_by_message(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, KeyValue | None]]:
         """Yield the block (a rank's keys and values) of each step, while the next one is received.
 
         This rank's own block comes first. Every rank iterates to the end.

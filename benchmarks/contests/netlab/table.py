@@ -35,7 +35,7 @@ from benchmarks.worker import Intracomm, Rank
 from sp_core.attention import Logits
 from sp_core.programs import ALGORITHMS
 from sp_core.schemes.problem import Problem
-from sp_core.schemes.ring import circulate
+from sp_core.schemes.ring import ring_blocks
 from sp_core.transport import Done, Handle, HostTransport, Messages
 from tests.oracle.collective_cases import Case
 from tests.oracle.link import LinkModel
@@ -184,7 +184,7 @@ def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
     return {
         "both": partial(sp.ring_attention, q, k, v, comm=comm, sharding=sharding),
         "compute": partial(sp.ring_attention, q, k, v, comm=silent, sharding=sharding),
-        "communication": lambda: [None for _ in circulate(k, v, problem)],
+        "communication": lambda: [None for _ in ring_blocks(k, v, problem)],
     }
 
 
