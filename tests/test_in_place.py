@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES, problem
-from sp_core.schemes.in_place import SharedSums, is_read
+from sp_core.schemes.in_place import SharedSums, reads_in_place
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport import Window, shared
 from sp_core.transport.shared import HostMemory, Offer, Regions
@@ -331,10 +331,10 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
     ):
         with sp.Mesh(comm, transport=transport, algorithm=algorithm, sp=comm.size, one=1) as mesh:
             assert (
-                is_read(mesh["sp"], "all_gather"),
-                is_read(mesh["sp"], "shift"),
+                reads_in_place(mesh["sp"], "all_gather"),
+                reads_in_place(mesh["sp"], "shift"),
             ) == in_place
-            assert not is_read(mesh["one"], "shift")
+            assert not reads_in_place(mesh["one"], "shift")
             if algorithm in MESSAGES:
                 name, scheme, break_unused = MESSAGES[algorithm]
                 break_unused(mesh["sp"].window)

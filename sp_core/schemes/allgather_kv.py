@@ -123,7 +123,7 @@ def _gathered(
     all-gather of the next group is started.
     """
     comm, sharding = problem.comm, problem.kv_sharding
-    if in_place.is_read(comm, "all_gather"):
+    if in_place.reads_in_place(comm, "all_gather"):
         keys, values = (x.transpose(1, 2) for x in in_place.whole(k, v, problem))
         yield from ((keys[:, :, kv], values[:, :, kv]) for _, kv in groups)
     else:

@@ -1,6 +1,6 @@
 """Exchange keys, values and their gradients through shared memory, without messages.
 
-The ring and AllGather-KV use this module if `is_read` says so. The ring then works like this:
+The ring and AllGather-KV use this module if `reads_in_place` says so. The ring then does this:
 
     step 0     rank r copies its keys and values that other ranks see to shared memory, and attends
                to k_r and v_r
@@ -38,7 +38,7 @@ def may_share(comm: Communicator, op: str) -> bool:
     return comm.window is not None and comm.algorithms[op] in ("auto", "window")
 
 
-def is_read(comm: Communicator, op: str) -> bool:
+def reads_in_place(comm: Communicator, op: str) -> bool:
     """Return whether ranks read each other's tensors in shared memory, and call no collective `op`.
 
     Return False for a single rank, and for ranks without shared memory. Return False for memory of
@@ -240,7 +240,7 @@ def zeros(like: Tensor, length: int) -> KeyValue:
 
 
 def _window(problem: Problem) -> Window:
-    """Return the shared memory of the ranks; `is_read` has checked that there is one."""
+    """Return the shared memory of the ranks; `reads_in_place` has checked that there is one."""
     assert problem.comm.window is not None
     return problem.comm.window
 

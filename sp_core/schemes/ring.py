@@ -132,7 +132,7 @@ def ring_blocks(
         From step 1 on, k and v have only the keys that ranks other than the owner see
         (`Problem.shown`).
     """
-    if in_place.is_read(problem.comm, "shift"):
+    if in_place.reads_in_place(problem.comm, "shift"):
         return in_place.blocks_in_place(k, v, problem)
     return Travel(problem, k.detach()).blocks_by_message(k.detach(), v.detach())
 
@@ -176,7 +176,9 @@ def _gradients(
     _, q, *_ = upstream
     dq: Tensor | None = None
     like = k[:, :0].to(accumulation_dtype(q.dtype))
-    summing = in_place.SharedSums if in_place.is_read(problem.comm, "shift") else TravellingSums
+    summing = (
+        in_place.SharedSums if in_place.reads_in_place(problem.comm, "shift") else TravellingSums
+    )
     sums = summing(problem, like)
     for step, positions, visited, held in _visits(k, v, problem, groups):
         own, keys = None, slice(None)
