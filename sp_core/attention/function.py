@@ -1,7 +1,7 @@
 """Compute attention on one device, differentiable once, with tensors (B, S, H, D).
 
 `local_attention` is the public function. The schemes use the other names: `check_qkv` for their
-arguments, `exact` and `differentiable_once` for their own autograd functions.
+arguments, `without_autocast` and `differentiable_once` for their own autograd functions.
 """
 
 import functools
@@ -161,7 +161,7 @@ _refuse: Callable[..., Tensor] = _Refuse.apply
 _NOTHING = nullcontext()
 
 
-def exact(x: Tensor) -> AbstractContextManager[object]:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context manager that turns autocast off on the device of x, if it is on.
 
     Autocast would compute the float32 products of the plain kernel in half precision.
@@ -184,7 +184,7 @@ def differentiable_once(backward: Backward) -> Backward:
     @functools.wraps(backward)
     def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once, because a checkpoint unpacks them only once
-        with torch.no_grad(), exact(saved[0]):
+        with torch.no_grad(), without_autocast(saved[0]):
             results = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return results
@@ -212,7 +212,7 @@ class _Attention(EagerFunction):
         ctx.set_materialize_grads(False)
         ctx.call = call
         dtype = q.dtype if sinks is None else accumulation_dtype(q.dtype)
-        with exact(q):
+        with without_autocast(q):
             out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **call, out_dtype=dtype)
             add_sinks(out, lse, sinks)
         out = out.transpose(1, 2).to(q.dtype).detach()  # one of several outputs must be no view

@@ -22,7 +22,7 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.attention import Logits, block_attention, merge_into
-from sp_core.attention.function import exact
+from sp_core.attention.function import without_autocast
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
@@ -190,7 +190,7 @@ class Decoder:
             cache.write(layer, k[:, mine], v[:, mine])
             logits = Logits.of(q)
             q, k, v = (x.transpose(1, 2) for x in (q, *map(model.spread, cache.read(layer))))
-            with exact(q):
+            with without_autocast(q):
                 parts = [
                     block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **how, logits=logits)
                     for i, j, how in blocks

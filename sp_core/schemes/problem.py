@@ -32,7 +32,7 @@ from sp_core.attention import (
     merge_into,
     sinks_gradient,
 )
-from sp_core.attention.function import Saved, attention, differentiable_once, exact
+from sp_core.attention.function import Saved, attention, differentiable_once, without_autocast
 from sp_core.communicator import Communicator
 from sp_core.compiling import EagerFunction
 from sp_core.errors import ShapeError
@@ -296,7 +296,7 @@ class _Blockwise(EagerFunction):
     ) -> tuple[Tensor, Tensor]:
         ctx.problem, ctx.scheme, ctx.agree = problem, scheme, problem.comm.numbered()
         ctx.set_materialize_grads(False)
-        with exact(q):
+        with without_autocast(q):
             out, lse = _attend(q.transpose(1, 2), k, v, problem, scheme)
             add_sinks(out.transpose(1, 2), lse, sinks)
         out = out.to(q.dtype).detach()  # one of several outputs must be no view
