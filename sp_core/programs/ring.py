@@ -75,7 +75,7 @@ from sp_core.programs.program import (
 )
 from sp_core.segments import moved, split_ranges, split_sizes
 
-WINDOW = 4
+STEPS_IN_FLIGHT = 4
 """How many steps of an all-to-all are under way at once: no message depends on another."""
 
 
@@ -205,7 +205,7 @@ def pairwise_all_to_all(t: Operation) -> Program:
     for k in range(1, t.size):
         dest, source = (t.rank + k) % t.size, (t.rank - k) % t.size
         steps.append(exchange(dest, going[dest], source, coming[source]))
-    return program(steps, depth=WINDOW)
+    return program(steps, depth=STEPS_IN_FLIGHT)
 
 
 def _pairwise_sums(t: Operation, parts: Cut, shift: int) -> list[Step]:
