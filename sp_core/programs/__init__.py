@@ -22,8 +22,8 @@ from sp_core.programs.program import (
 )
 from sp_core.programs.table import (
     ALGORITHMS,
+    COMMON_ALGORITHMS,
     IN_RANK_ORDER,
-    LIBRARY,
     SCHEDULED,
     Cost,
     check_algorithm,
@@ -37,9 +37,9 @@ from sp_core.programs.window import SLOTS, in_window
 
 __all__ = [
     "ALGORITHMS",
+    "COMMON_ALGORITHMS",
     "HALF",
     "IN_RANK_ORDER",
-    "LIBRARY",
     "OWN",
     "REDUCTIONS",
     "SCHEDULED",

@@ -49,7 +49,7 @@ _BUILDERS: dict[str, dict[str, str]] = {
 }
 """For each collective and algorithm, "module:function" that makes a rank's program."""
 
-LIBRARY = ("auto", "mpi", "window")
+COMMON_ALGORITHMS = ("auto", "mpi", "window")
 """Names that every collective accepts, whether or not it has programs here.
 
 "mpi" is the MPI library's own collective. "window" is shared memory, if the ranks have any. On a
@@ -60,7 +60,7 @@ tensors (gloo, or a device). Else it takes "mpi": shared memory needs one more c
 SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
 """For each collective, the algorithms for which this package makes programs of messages."""
 
-ALGORITHMS = {op: (*LIBRARY, *names) for op, names in SCHEDULED.items()}
+ALGORITHMS = {op: (*COMMON_ALGORITHMS, *names) for op, names in SCHEDULED.items()}
 """For each collective, the values that `algorithm=` takes."""
 
 SEGMENTS = 16

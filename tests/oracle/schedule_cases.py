@@ -11,10 +11,15 @@ from torch import Tensor
 import sp_core as sp
 from oracle.collective_cases import NEEDED
 from oracle.proof import Schedule
-from sp_core.programs import ALGORITHMS, LIBRARY, operation, program_of
+from sp_core.programs import ALGORITHMS, COMMON_ALGORITHMS, operation, program_of
 from sp_core.segments import split_sizes
 
-NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in LIBRARY]
+NAMES = [
+    (op, name)
+    for op, names in ALGORITHMS.items()
+    for name in names
+    if name not in COMMON_ALGORITHMS
+]
 """Every collective with each of its algorithms that has a schedule."""
 
 SUMS = ("all_reduce", "reduce_scatter", "reduce")
