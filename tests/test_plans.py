@@ -152,7 +152,7 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
 ) -> None:
     """This includes a rank that sends or receives no bytes."""
     seen: list[set[int]] = [set() for _ in range(3)]
-    real = maps.Map.chosen
+    real = maps.Map.choose_algorithm
 
     def chosen(mapping: maps.Map, nbytes: int) -> str:
         seen[mapping.comm.rank].add(nbytes)
@@ -162,7 +162,7 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
     def body(mesh: sp.Mesh) -> None:
         getattr(sp, op)(torch.ones(6, 3), comm=mesh["sp"])
 
-    monkeypatch.setattr(maps.Map, "chosen", chosen)
+    monkeypatch.setattr(maps.Map, "choose_algorithm", chosen)
     run_threads(3, body)
     assert seen == [{72 * (3 if op == "all_gather" else 1)}] * 3
 

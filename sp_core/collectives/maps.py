@@ -112,7 +112,9 @@ class Map(ABC):
 
     def _bind(self, prepared: Prepared) -> Ready:
         moves, buffers = prepared.operation, (prepared.send, prepared.recv)
-        return bind(self.comm, moves, *buffers, self.chosen(moves.nbytes), self.comm.scratch)
+        return bind(
+            self.comm, moves, *buffers, self.choose_algorithm(moves.nbytes), self.comm.scratch
+        )
 
     @property
     def named(self) -> str:
@@ -127,7 +129,7 @@ class Map(ABC):
                 return name
         return "auto"
 
-    def chosen(self, nbytes: int) -> str:
+    def choose_algorithm(self, nbytes: int) -> str:
         """Return the algorithm to use: `named`, or for "auto" the quickest one for this size.
 
         If the collective was not timed, or its tensors are on a device, the result for "auto" is
@@ -218,7 +220,7 @@ class AllReduce(Map):
         return self
 
     def prepare(self, x: Tensor) -> Prepared:
-        if self.op != "sum" and x.is_floating_point() and self.chosen(x.nbytes) == "mpi":
+        if self.op != "sum" and x.is_floating_point() and self.choose_algorithm(x.nbytes) == "mpi":
             return self._prepare_extremum(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
@@ -249,7 +251,7 @@ class InPlace(AllReduce):
     """Overwrite x with the sum of all ranks' tensors, by way of a new tensor where it must be."""
 
     def prepare(self, x: Tensor) -> Prepared:
-        if x.is_contiguous() and not x.is_neg() and self.chosen(x.nbytes) != "mpi":
+        if x.is_contiguous() and not x.is_neg() and self.choose_algorithm(x.nbytes) != "mpi":
             flat = x.detach().view(-1)
             return Prepared(self.operation(x, (x.numel(),), reduction=self.op), flat, flat, x)
         prepared = super().prepare(x)

@@ -42,7 +42,7 @@ class Plan:
         mapping = shared if resident else mapping
         prepared = mapping.prepare(x)
         moves, self.input, self._memory = prepared.operation, x, _memory(x)
-        self.algorithm = mapping.chosen(moves.nbytes)
+        self.algorithm = mapping.choose_algorithm(moves.nbytes)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
         self._under_way: Handle | None = None
         self._agree, buffers = comm.numbered(), (prepared.send, prepared.recv)
