@@ -117,7 +117,7 @@ class Map(ABC):
         )
 
     @property
-    def named(self) -> str:
+    def requested_algorithm(self) -> str:
         """Return the algorithm that the call, or else the mesh, asks for; "auto" if neither does.
 
         A name that this collective does not have counts as "auto": it was meant for the collective
@@ -130,7 +130,7 @@ class Map(ABC):
         return "auto"
 
     def choose_algorithm(self, nbytes: int) -> str:
-        """Return the algorithm to use: `named`, or for "auto" the quickest one for this size.
+        """Return `requested_algorithm`, or in place of "auto" the quickest algorithm for this size.
 
         If the collective was not timed, or its tensors are on a device, the result for "auto" is
         "mpi"; or "window" if there is a window and MPI cannot read the tensors.
@@ -138,7 +138,7 @@ class Map(ABC):
         Args:
             nbytes: bytes of the whole vector, the same on every rank.
         """
-        comm, name = self.comm, self.named
+        comm, name = self.comm, self.requested_algorithm
         if name != "auto":
             return name
         if comm.tuning is None or comm.device.type != "cpu" or self.name not in comm.tuning.times:

@@ -142,7 +142,7 @@ def _resident(mapping: Map, prepared: Prepared) -> bool:
     algorithms without shared memory, and for an all-to-all, which packs its pieces first. Otherwise
     the ranks compare where their inputs lie (one agreement: a 32-byte all-reduce).
     """
-    comm, moves, asked = mapping.comm, prepared.operation, mapping.named
+    comm, moves, asked = mapping.comm, prepared.operation, mapping.requested_algorithm
     if comm.window is None or asked not in ("auto", "window") or moves.op == "all_to_all":
         return False
     if asked == "auto" and moves.nbytes < RESIDENT_BYTES:
