@@ -176,13 +176,13 @@ def check_call(
 def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, return_lse: bool) -> str:
     """Return a text of the arguments that must match on all ranks; "S" replaces shard lengths."""
 
-    def shown(x: Tensor | None) -> str:
+    def describe(x: Tensor | None) -> str:
         if x is None:
             return "None"
         shape = ", ".join("S" if dim == 1 else str(length) for dim, length in enumerate(x.shape))
         return f"({shape}) {x.dtype} requires_grad={x.requires_grad and torch.is_grad_enabled()}"
 
-    q, k, v, sinks = (shown(x) for x in (*tensors, problem.logits.sinks))
+    q, k, v, sinks = (describe(x) for x in (*tensors, problem.logits.sinks))
     return (
         f"{name}(q {q}, k {k}, v {v}, queries: {problem.sharding.fingerprint}, keys: "
         f"{problem.kv_sharding.fingerprint}, "
