@@ -176,28 +176,28 @@ def _gradients(
     _, q, *_ = upstream
     dq: Tensor | None = None
     like = k[:, :0].to(accumulation_dtype(q.dtype))
-    summing = (
-        in_place.SharedSums if in_place.reads_in_place(problem.comm, "shift") else TravellingSums
-    )
-    sums = summing(problem, like)
-    for step, positions, visited, held in _visits(k, v, problem, groups):
+    kind = in_place.SharedSums if in_place.reads_in_place(problem.comm, "shift") else TravellingSums
+    sums = kind(problem, like)
+    for step, positions, visit_groups, held in _visits(k, v, problem, groups):
         own, keys = None, slice(None)
         if step and dq is None:
             dq = torch.zeros_like(q, dtype=like.dtype)
         if held is not None:
-            part = i, keys = problem.part(positions) if step else (slice(None), keys)
-            both: list[Tensor | None] = [None, None]
-            for h, kv in visited:
-                mine, *found = block_gradients(upstream, held, positions, (h, kv), problem, part)
+            ranges = queries, keys = problem.part(positions) if step else (slice(None), keys)
+            dkv: list[Tensor | None] = [None, None]
+            for heads, kv in visit_groups:
+                group_dq, *grads = block_gradients(
+                    upstream, held, positions, (heads, kv), problem, ranges
+                )
                 if step == 0:
-                    dq = _with_heads(dq, h, mine, q.shape[1])
+                    dq = _with_heads(dq, heads, group_dq, q.shape[1])
                 elif dq is not None:
-                    dq[:, h, i] += mine
-                both = [_with_heads(x, kv, y, k.shape[2]) for x, y in zip(both, found, strict=True)]
+                    dq[:, heads, queries] += group_dq
+                dkv = [_with_heads(x, kv, y, k.shape[2]) for x, y in zip(dkv, grads, strict=True)]
                 problem.comm.poll()
-            dk, dv = (x.transpose(1, 2).contiguous() for x in both if x is not None)
+            dk, dv = (x.transpose(1, 2).contiguous() for x in dkv if x is not None)
             own = dk, dv
-            del mine, found, both, dk, dv
+            del group_dq, grads, dkv, dk, dv
         if with_kv:
             sums.add(step, own, keys)
         del held, own
