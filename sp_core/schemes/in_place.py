@@ -69,13 +69,13 @@ def blocks_in_place(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[in
     yield 0, comm.rank, (k.contiguous(), v.contiguous())
     comm.wait(written, "ring")
     for step in range(1, max(problem.hops) + 1):
-        block = (comm.rank - step) % comm.size
-        held = blocks[block]
+        owner = (comm.rank - step) % comm.size
+        held = blocks[owner]
         if problem.resident:
-            held = held[0][:, shown.of(block)], held[1][:, shown.of(block)]
-        if problem.sees(block):
+            held = held[0][:, shown.of(owner)], held[1][:, shown.of(owner)]
+        if problem.sees(owner):
             _count(comm, held)
-        yield step, block, held
+        yield step, owner, held
     if problem.resident:
         comm.fence()  # then all ranks have read k and v, and the caller may change them
 

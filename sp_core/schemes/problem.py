@@ -90,9 +90,9 @@ class Problem:
         """Return for each rank how many times a ring passes that rank's keys on (`reach.hops`)."""
         return hops(self.sharding, self.kv_sharding, self.mask)
 
-    def sees(self, block: int) -> bool:
-        """Return whether any query of this rank sees any key of rank `block`."""
-        return seen_blocks(self.sharding, self.kv_sharding, self.mask, self.comm.rank)[block]
+    def sees(self, owner: int) -> bool:
+        """Return whether any query of this rank sees any key of rank `owner`."""
+        return seen_blocks(self.sharding, self.kv_sharding, self.mask, self.comm.rank)[owner]
 
     @property
     def shown(self) -> Shown:

@@ -149,12 +149,12 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
 
     shown = problem.shown
 
-    def visit(step: int, block: int, held: KeyValue | None) -> Visit:
-        if not problem.sees(block):
+    def visit(step: int, owner: int, held: KeyValue | None) -> Visit:
+        if not problem.sees(owner):
             held = None
-        positions: Positions = positions_of(problem.kv_sharding.segments[block])
+        positions: Positions = positions_of(problem.kv_sharding.segments[owner])
         if step and held is not None:
-            at = shown.of(block)
+            at = shown.of(owner)
             positions = positions[at] if isinstance(at, slice) else position_tensor(positions)[at]
         return Visit(step, positions, groups, held)
 
@@ -242,22 +242,22 @@ class Travel:
         token = like.shape[0] * like.shape[2:].numel() * like.itemsize
         self._longest = 2 * max(self._lengths) * token if in_place.may_share(comm, "shift") else 0
 
-    def block(self, step: int) -> int:
+    def owner(self, step: int) -> int:
         """Return the rank whose keys and values the ring brings to this rank in `step`."""
         return (self.comm.rank - step) % self.comm.size
 
-    def goes_on(self, block: int, step: int) -> bool:
-        """Return whether the block of rank `block` is passed on after `step`."""
-        return self._hops[block] > step
+    def goes_on(self, owner: int, step: int) -> bool:
+        """Return whether the block of rank `owner` is passed on after `step`."""
+        return self._hops[owner] > step
 
-    def empty(self, block: int) -> Tensor:
-        """Return an uninitialized tensor (2, B, S_block, K, D) for the block of rank `block`."""
+    def empty(self, owner: int) -> Tensor:
+        """Return an uninitialized tensor (2, B, S_block, K, D) for the block of rank `owner`."""
         batch, _, *head = self._like.shape
-        return self._like.new_empty((2, batch, self._lengths[block], *head))
+        return self._like.new_empty((2, batch, self._lengths[owner], *head))
 
     def arriving(self, step: int) -> Tensor | None:
         """Return an uninitialized tensor for the block that arrives in `step`; None without one."""
-        coming = self.block(step + 1)
+        coming = self.owner(step + 1)
         return self.empty(coming) if self.goes_on(coming, step) else None
 
     def exchange(self, *messages: list[tuple[int, Tensor | None]]) -> Handle:
@@ -291,13 +291,13 @@ class Travel:
         # contiguous on every rank, so that the kernels round alike
         held: KeyValue | None = (k.contiguous(), v.contiguous())
         for step in range(self.last + 1):
-            arriving, block = self.arriving(step), self.block(step)
+            arriving, owner = self.arriving(step), self.owner(step)
             handle: Handle = Done()
             if step < self.last:
-                going = [(self.right, present)] if self.goes_on(block, step) else []
+                going = [(self.right, present)] if self.goes_on(owner, step) else []
                 handle = self.exchange(going, [(self.left, arriving)])
                 del going
-            yield step, block, held
+            yield step, owner, held
             self.comm.wait(handle, "ring")
             held = present = arriving
 
@@ -334,8 +334,8 @@ class TravellingSums(Travel):
             keys: the indices of these S_keys keys in the block; in step 0 all keys.
         """
         self.comm.wait(self._handle, "ring")
-        block, total, rank = self.block(step), self._coming, self.comm.rank
-        goes_on = self.goes_on(block, step)
+        owner, total, rank = self.owner(step), self._coming, self.comm.rank
+        goes_on = self.goes_on(owner, step)
         if step == 0:
             own = in_place.zeros(self._like, self._length) if own is None else own
             total = torch.stack([x[:, self.shown] for x in own]) if goes_on else None
@@ -351,7 +351,7 @@ class TravellingSums(Travel):
         if self._hops[rank] == step > 0:  # this rank's block has reached the last rank
             self._sum = self.empty(rank)
             recvs.append(((rank + step) % self.comm.size, self._sum))
-        self._handle = self.exchange([(self.right if goes_on else block, total)], recvs)
+        self._handle = self.exchange([(self.right if goes_on else owner, total)], recvs)
 
     def arrived(self) -> KeyValue:
         """Wait for the last messages. Return the summed dk and dv of this rank's block.
