@@ -210,7 +210,7 @@ def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, determinist
     """Raise `ValueError` if `comm` lacks the algorithm, or if it cannot add in rank order.
 
     Args:
-        op: the collective's name.
+        op: the name of the collective, such as "all_reduce".
         algorithm: as the caller has given it.
         comm: the communicator of the call.
         deterministic: whether the sum must be made in rank order.
@@ -260,7 +260,10 @@ def _check_sizes(
 
 
 def check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
-    """Raise an error if `op` is unknown, or does not allow x's gradient or shared elements."""
+    """Raise an error if `op` is unknown, or does not allow x's gradient or shared elements.
+
+    Here `op` is the caller's "sum", "max" or "min", not the name of the collective.
+    """
     wants_grad = x.requires_grad and torch.is_grad_enabled()
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} was given; there are {tuple(REDUCTIONS)}. Pass one of them.")
