@@ -30,6 +30,7 @@ from benchmarks.contests.contest import Contest
 from benchmarks.machine import fingerprint
 from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of, turn
 from benchmarks.worker import THREADS
+from sp_core.launch.signals import handled
 from sp_core.testing import spmd
 
 PROGRAM: dict[str, Any] = {name: pkgutil.resolve_name(path) for name, path in PROGRAMS.items()}
@@ -380,9 +381,11 @@ def test_a_launch_that_takes_too_long_is_ended_by_the_launcher() -> None:
 
 
 @pytest.mark.parametrize("ending", ["TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU"])
-@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize(
+    ("usual", "raised"), [(signal.SIG_DFL, KeyboardInterrupt), (signal.SIG_IGN, SystemExit)]
+)
 def test_a_signal_that_ends_a_program_ends_its_ranks_unless_it_is_ignored(
-    ending: str, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
+    ending: str, usual: Any, raised: Any
 ) -> None:
     """A closed terminal sends SIGHUP, which `nohup` ignores; ranks must not go on without us."""
     number = signal.Signals[f"SIG{ending}"]
@@ -391,9 +394,5 @@ def test_a_signal_that_ends_a_program_ends_its_ranks_unless_it_is_ignored(
         os.kill(os.getpid(), number)
         return 0
 
-    usual = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    try:
-        with pytest.raises(SystemExit if ignored else KeyboardInterrupt):
-            launching.main(interrupted)
-    finally:
-        signal.signal(number, usual)
+    with handled([number], usual), pytest.raises(raised):
+        launching.main(interrupted)

@@ -154,7 +154,8 @@ def test_coverage_is_told_also_of_tests_that_are_red(
 def noxfile(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
     """Return the names of the noxfile, as `nox -- ARGUMENTS` reads them, and its sessions.
 
-    The sessions are there by their names, and all together as "sessions".
+    The sessions are there by their names, and all together as "sessions". They prepare no
+    environment; "_prepare" itself would.
     """
     sessions = dict[str, Any]()
 
@@ -168,6 +169,7 @@ def noxfile(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
     monkeypatch.setitem(sys.modules, "nox", nox)
     monkeypatch.setattr(sys, "argv", ["nox", "--", *arguments])
     names = runpy.run_path(str(ROOT / "noxfile.py"))
+    names["_prepare"].__globals__["_prepare"] = Mock(return_value=sys.executable)
     return names | sessions | {"sessions": sessions}
 
 
@@ -177,7 +179,6 @@ def test_the_steps_of_the_gpu_session_are_one_argument(
 ) -> None:
     """`ci/gpu.sh` takes its steps so, and makes all of them for an empty text."""
     names = noxfile(monkeypatch)
-    names["gpu"].__globals__["_prepare"] = Mock(return_value=sys.executable)
     session = Mock(posargs=words)
     names["gpu"](session)
     assert session.run.call_args.args[2:] == (names["REPORTS"] / "gpu", steps)
@@ -203,7 +204,6 @@ def test_only_the_named_tests_run_and_ctrl_c_leaves_them_time_to_end(
 ) -> None:
     """Nox kills a program half a second after Ctrl-C if it is not told otherwise."""
     names = noxfile(monkeypatch)
-    names["_prepare"].__globals__["_prepare"] = Mock(return_value="python")
     session = Mock(posargs=given, env={})
     name, *mpi = name.split()
     names[name](session, *mpi)
@@ -214,7 +214,6 @@ def test_only_the_named_tests_run_and_ctrl_c_leaves_them_time_to_end(
 
 def test_explore_draws_the_domains_with_the_same_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     names, session = noxfile(monkeypatch), Mock(posargs=["--mpi", "mpich"], env={})
-    names["explore"].__globals__["_prepare"] = Mock(return_value="python")
     names["explore"](session)
     (_, given), _ = session.notify.call_args
     assert given[2:] == ["--mpi", "mpich"]
@@ -301,7 +300,6 @@ def test_no_record_of_an_mpi_replaces_that_of_another(
 ) -> None:
     """Programs of the benchmarks write one file. Others write a folder for both MPIs."""
     names = noxfile(monkeypatch, *arguments.split())
-    names["_prepare"].__globals__["_prepare"] = Mock(return_value=sys.executable)
     several = {name: p for name, p in names["PROGRAMS"].items() if len(p.mpis) > 1}
     assert {"growth", "deaths"} <= {*several}
     for name, one in several.items():
@@ -314,7 +312,6 @@ def test_no_record_of_an_mpi_replaces_that_of_another(
 
 def test_a_failure_with_one_mpi_leaves_the_other_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     names, run = noxfile(monkeypatch), Mock(side_effect=[OSError("exit code 1"), None])
-    names["_prepare"].__globals__["_prepare"] = Mock(return_value=sys.executable)
     with pytest.raises(OSError, match="exit code 1"):
         names["growth"](Mock(posargs=[], run=run))
     assert run.call_count == 2

@@ -69,31 +69,22 @@ def test_a_test_whose_sizes_are_all_rejected_is_skipped() -> None:
         spmd(1, 2)(lambda comm: assume(False) and None)()
 
 
-def test_an_exit_of_one_rank_ends_the_session() -> None:
+@pytest.mark.parametrize("in_mesh", [False, True])
+def test_an_exit_of_one_rank_ends_the_session(*, in_mesh: bool) -> None:
+    """In a mesh the others fail with `PeerFailed`, which only tells of it."""
+
     @spmd(2)
     def body(comm: Any) -> None:
-        if comm.rank:
-            pytest.exit("not here", returncode=77)
-        comm.barrier()
+        with sp.Mesh(comm, sp=2) if in_mesh else nullcontext() as mesh:
+            if comm.rank == (not in_mesh):
+                pytest.exit("not here", returncode=77)
+            if mesh:
+                sp.all_reduce(torch.ones(3), comm=mesh["sp"])
+            comm.barrier()
 
     with pytest.raises(pytest.exit.Exception, match="not here") as caught:
         body()
     assert caught.value.returncode == 77
-
-
-def test_an_exit_of_one_rank_in_a_mesh_ends_the_session() -> None:
-    """The others fail with `PeerFailed`, which only tells of it."""
-
-    @spmd(2)
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=2) as mesh:
-            if comm.rank == 0:
-                pytest.exit("done", returncode=3)
-            sp.all_reduce(torch.ones(3), comm=mesh["sp"])
-
-    with pytest.raises(pytest.exit.Exception, match="done") as caught:
-        body()
-    assert caught.value.returncode == 3
 
 
 def test_an_exit_of_one_rank_does_not_hide_the_failure_of_another() -> None:

@@ -225,12 +225,11 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored_or_handle
 )
 @pytest.mark.parametrize("dashes", [["--"], []])
 def test_the_words_of_the_command_reach_the_launch(
-    dashes: list[str], arguments: list[str], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    dashes: list[str], arguments: list[str], more: dict[str, Any], substitute: Any
 ) -> None:
     """Options behind the command are the command's, also without "--"."""
     run = Mock(side_effect=[7, KeyboardInterrupt])
-    monkeypatch.setattr(command_module, "run", run)
-    monkeypatch.setattr(command_module, "typed", lambda: 5)
+    substitute(command_module, run=run, typed=lambda: 5)
     command = ["tool", "-n", "4", "--timeout", "9", "--"]
     assert command_module.main(["-n", "3", *arguments, *dashes, *command]) == 7
     usual = {"timeout": 86400.0, "mpi_args": [], "source": 5}

@@ -180,42 +180,38 @@ def test_tests_on_ranks_are_not_forked(
 
 
 @pytest.mark.parametrize(
-    ("options", "mark", "ini", "repeats"),
+    ("name", "options", "mark", "ini", "repeats"),
     [
-        ({"reruns": 2}, "", "", True),
-        ({"force_reruns": 1}, "", "", True),
-        ({"reruns": None}, "flaky", "", True),
-        ({"reruns": None}, "", "3", True),
-        ({"reruns": None}, "", "0", False),
-        ({"reruns": 0}, "", "3", False),
+        ("rerunfailures", {"reruns": 2}, "", "", True),
+        ("rerunfailures", {"force_reruns": 1}, "", "", True),
+        ("rerunfailures", {"reruns": None}, "flaky", "", True),
+        ("rerunfailures", {"reruns": None}, "", "3", True),
+        ("rerunfailures", {"reruns": None}, "", "0", False),
+        ("rerunfailures", {"reruns": 0}, "", "3", False),
+        ("pytest-retry", {}, "flaky", "", True),
+        ("pytest-retry", {}, "", "", False),
     ],
 )
 @pytest.mark.parametrize("with_mpi", [True, False])
 @pytest.mark.parametrize("has_plugin", [True, False])
 def test_no_rank_runs_a_test_again(
-    options: dict[str, Any], mark: str, ini: str, repeats: bool, *, with_mpi: bool, has_plugin: bool
+    name: str,
+    options: dict[str, Any],
+    mark: str,
+    ini: str,
+    *,
+    repeats: bool,
+    with_mpi: bool,
+    has_plugin: bool,
 ) -> None:
+    """pytest-retry has marked all tests if its option or the ini file asks for it."""
     given = config(with_mpi=with_mpi, reruns_ini=ini, **options)
-    given.pluginmanager.hasplugin = {"rerunfailures": has_plugin}.get
+    given.pluginmanager.hasplugin = {name: has_plugin}.get
     item = Mock(obj=None, get_closest_marker={mark: 1}.get)
     is_refused = with_mpi and has_plugin and repeats
     with pytest.raises(pytest.UsageError) if is_refused else nullcontext() as error:
         plugin.pytest_collection_modifyitems(given, [item])
-    assert ("-p no:rerunfailures" in str(error)) == bool(is_refused)
-
-
-@pytest.mark.parametrize("with_mpi", [True, False])
-@pytest.mark.parametrize("name", ["pytest-retry", "other"])
-@pytest.mark.parametrize("mark", ["flaky", ""])
-def test_no_rank_tries_a_test_again(name: str, mark: str, *, with_mpi: bool) -> None:
-    """pytest-retry has marked all tests if its option or the ini file asks for it."""
-    given = config(with_mpi=with_mpi)
-    given.pluginmanager.hasplugin = name.__eq__
-    item = Mock(obj=None, get_closest_marker={mark: 1}.get)
-    is_refused = with_mpi and name == "pytest-retry" and mark
-    with pytest.raises(pytest.UsageError) if is_refused else nullcontext() as error:
-        plugin.pytest_collection_modifyitems(given, [item])
-    assert ("-p no:pytest-retry" in str(error)) == bool(is_refused)
+    assert (f"-p no:{name}" in str(error)) == bool(is_refused)
 
 
 def test_the_running_test_is_known_by_a_path_from_where_pytest_began(

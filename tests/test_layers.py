@@ -332,14 +332,12 @@ def test_what_dropout_keeps_is_rounded_once() -> None:
     assert 0 < out.count_nonzero() < 64
 
 
-def test_an_element_stays_whose_number_is_the_chance() -> None:
-    """An element is dropped if its number in [0, 1) is below p. Here p is that number."""
-    number = float(uniform(5, [[0], [3], [0]]))
-    assert sp.dropout(torch.ones(1, 1, 1), number, seed=5, positions=[3]).all()
-
-
-def test_the_first_element_has_a_chance_with_seed_0() -> None:
-    assert sp.dropout(torch.ones(1, 1, 1), 1e-12, seed=0, positions=[0]).all()
+@pytest.mark.parametrize(
+    ("seed", "position", "p"), [(5, 3, float(uniform(5, [[0], [3], [0]]))), (0, 0, 1e-12)]
+)
+def test_an_element_stays_whose_number_is_the_chance(seed: int, position: int, p: float) -> None:
+    """An element is dropped if its number in [0, 1) is below p, here that number or almost 0."""
+    assert sp.dropout(torch.ones(1, 1, 1), p, seed=seed, positions=[position]).all()
 
 
 @spmd(2)

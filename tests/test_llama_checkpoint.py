@@ -7,6 +7,7 @@ import json
 import pickle
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
+from domains import folders
 from llama_cases import Case, mesh_of
 from safetensors.torch import save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -26,29 +28,14 @@ from sp_core.testing import LiveBytes, spmd
 CASE = Case((6, 3), layers=1)
 INDEX = "model.safetensors.index.json"
 SPRUNG = "unpickled"
-FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+FIRST, SECOND = "part-0.safetensors", "part-1.safetensors"
 
 
-def written(
-    case: Case,
-    folder: Path,
-    *,
-    shards: bool = True,
-    dtype: torch.dtype = torch.float64,
-    **changes: Any,
-) -> None:
-    """Write a model folder as Hugging Face does, with the weights in two files or in one."""
-    weights = {name: tensor.to(dtype) for name, tensor in case.weights().items()}
-    (folder / "config.json").write_text(json.dumps({**case.config.to_dict(), **changes}))
-    if not shards:
-        save_file(weights, folder / "model.safetensors")
-        return
-    places = {name: (FIRST, SECOND)[number % 2] for number, name in enumerate(weights)}
-    for file in (FIRST, SECOND):
-        save_file(
-            {name: weights[name] for name, place in places.items() if place == file}, folder / file
-        )
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+def written(case: Case, folder: Path, files: str = "two", **changes: Any) -> None:
+    """Write a model folder as Hugging Face does, with other values in its configuration."""
+    drawn = {"folder.files": files, "folder.dtypes": "one", "folder.more": "nothing"}
+    folders.written(case, folder, drawn)
+    configured(**changes)(folder)
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -289,7 +276,7 @@ def test_a_broken_folder_is_the_same_error_on_every_rank(
 
 @spmd(3)
 def test_a_folder_with_other_weights_on_one_rank_is_refused(comm: Any, tmp_path: Path) -> None:
-    folder, lower = (saved(comm, tmp_path, dtype=x) for x in (torch.float64, torch.float32))
+    folder, lower = (saved(comm, tmp_path, case=x) for x in (CASE, replace(CASE, dtype="float32")))
     with mesh_of(comm, 0) as mesh, pytest.raises(sp.CollectiveMismatch, match="load"):
         load(folder if comm.rank else lower, mesh, dtype=torch.float64)
     with pytest.raises(sp.CheckpointError, match="lost is missing from the weights"):

@@ -133,7 +133,7 @@ def test_a_scaling_takes_entries_beside_it(entries: dict[str, Any], kept: object
 @spmd(2)
 def test_a_single_file_is_read_rather_than_an_index(comm: Any, tmp_path: Path) -> None:
     """As in transformers, an index that an earlier save has left is not read."""
-    folder = saved(comm, tmp_path, lambda f: (f / INDEX).write_text("stale"), shards=False)
+    folder = saved(comm, tmp_path, lambda f: (f / INDEX).write_text("stale"), files="one")
     with mesh_of(comm, 0) as mesh:
         load(folder, mesh)
     assert set(Checkpoint(folder).names) == set(CASE.weights())
@@ -157,7 +157,7 @@ def test_a_head_beside_a_tied_embedding_must_equal_it(
 ) -> None:
     """It may have another dtype."""
     case = replace(CASE, layers=3, tied=True)
-    folder, weights = saved(comm, tmp_path, case=case, shards=False), case.weights()
+    folder, weights = saved(comm, tmp_path, case=case, files="one"), case.weights()
     head = weights["model.embed_tokens.weight"].clone()
     with sp.Mesh(comm, **mesh) as made:
         for change, refused in ((0.0, False), (1.0, True)):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import sp_core as sp
-from domains import models
+from domains import losses, models
 from domains.declared import Call, Parts, Values, spans, values
 from domains.masks import boundaries
 from domains.models import (
@@ -71,14 +71,6 @@ PIPELINE: dict[str, Parts] = {
 } | SAVING
 
 
-def labels_of(tokens: Tensor, mask: sp.Mask) -> Tensor:
-    """Return the next token as label; the last token of each document has none."""
-    labels = torch.cat([tokens[:, 1:], tokens.new_full((len(tokens), 1), IGNORED)], 1)
-    ends = [end - 1 for end in mask.documents or () if end]
-    labels[:, ends] = IGNORED
-    return labels
-
-
 def micro_batches(case: Case, drawn: Values) -> list[Whole]:
     """Return all micro-batches; in the first one at least one label is not ignored."""
     chance, found = Random(drawn["seed"]), list[Whole]()
@@ -87,7 +79,7 @@ def micro_batches(case: Case, drawn: Values) -> list[Whole]:
         ends = boundaries(chance, drawn["mask.documents"], 0, length)
         mask = sp.Mask(causal=True, documents=ends if len(ends) > 2 else None)
         tokens = (case.tokens(drawn["tokens.batch"], length) + number) % case.vocab
-        labels = labels_of(tokens, mask)
+        labels = losses.labelled(tokens, range(length), mask.documents)
         if drawn["labels"] == "some ignored":
             labels[:, chance.randrange(length)] = IGNORED
         if not number:
@@ -217,7 +209,7 @@ def unsplit(sequences: Sequence[Sequence[int]], window: int | None = None) -> li
     rows = [torch.tensor([sequence]) for sequence in sequences]
     return [
         (
-            *(x, labels_of(x, sp.Mask())),
+            *(x, losses.labelled(x, range(x.shape[1]), None)),
             *(sp.Sharding.contiguous(x.shape[1], 1), sp.Mask(window=window)),
         )
         for x in rows
