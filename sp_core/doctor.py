@@ -25,7 +25,7 @@ from sp_core.errors import CollectiveMismatch, DeviceError, RankError
 from sp_core.findings import Finding, of_all, report
 from sp_core.launch.bounded import bounded, last_line, launch_problem
 from sp_core.launch.command import find_mpiexec
-from sp_core.machine import cores, cpu_model, in_job, loaded_library, python, started_tasks
+from sp_core.machine import cores, cpu_model, in_job, mpi_library, python, started_tasks
 from sp_core.mesh import Mesh, named_transport, read_nodes
 from sp_core.programs import defaults
 from sp_core.transport import NAMES, Intracomm, count_devices
@@ -153,15 +153,15 @@ def _imported() -> tuple[int, str]:
 
 def _mpi() -> Iterator[Finding]:
     """Yield findings on the MPI library, its thread level, and whether it takes GPU memory."""
-    problem = _mpi_problem()
-    if problem is not None:
+    if (problem := _mpi_problem()) is not None:
         yield problem
         return
-    from mpi4py import MPI
+    from mpi4py import MPI, __version__
 
     vendor, version = MPI.get_vendor()
-    library, size, tasks = loaded_library("libmpi"), MPI.COMM_WORLD.size, started_tasks()
-    text = f"{vendor} {'.'.join(map(str, version))}, {size} rank(s), {library or 'not found'}"
+    library, size, tasks = mpi_library(), MPI.COMM_WORLD.size, started_tasks()
+    names = f"{vendor} {'.'.join(map(str, version))}, mpi4py {__version__}"
+    text = f"{names}, {size} rank(s), {library or 'library file not found'}"
     if size < tasks:
         yield Finding("MPI", "broken", f"{text}; the launcher has started {tasks}", OTHER_LAUNCHER)
     else:

@@ -65,11 +65,20 @@ def loaded_library(name: str) -> str | None:
     """Return the path of a shared library that this process has loaded; None if it has not.
 
     Args:
-        name: the file's name up to ".so" or "-", such as "libmpi".
+        name: a pattern for the file's name up to ".so" or "-", such as "libcudart".
     """
     line = rf"^(?:\S+ +){{5}}(/.*/{name}(?:-\w+)?\.so[^ \n]*)"  # five fields, then the path
     found = re.search(line, _text(Path("/proc/self/maps")), re.MULTILINE)
     return found[1] if found else None
+
+
+def mpi_library() -> str | None:
+    """Return the path of the MPI library that this process has loaded; None if it is not found.
+
+    It is libmpich in Debian, and libmpi_gnu_123 or the like on a Cray. Libraries of other
+    languages and for GPU memory lie beside it.
+    """
+    return loaded_library(r"libmpi(?:ch)?(?:_(?!cxx|gtl|java|mpifh|usempi)\w+)?")
 
 
 def node_number() -> int:

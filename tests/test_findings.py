@@ -374,24 +374,26 @@ def test_what_is_found_has_a_status_and_a_remedy_where_it_is_broken(
     assert finding is None or bool(finding.remedy) == (finding.status == "broken")
 
 
+@pytest.mark.parametrize("library", ["/libmpi.so", None])
 @pytest.mark.parametrize(("tasks", "problem"), [(1, None), (2, None), (3, None), (3, "none")])
 def test_mpi_is_named_with_its_ranks(
-    tasks: int, problem: Any, monkeypatch: pytest.MonkeyPatch
+    tasks: int, problem: Any, library: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the launcher has started more ranks than this MPI finds, it belongs to another MPI."""
     mpi = Mock(COMM_WORLD=Mock(size=2), Query_thread=lambda: "single")
     mpi.get_vendor.return_value = ("Best MPI", (4, 1))
     here: dict[str, Any] = {
         "mpi4py.MPI": mpi,
+        "mpi4py.__version__": "4.1.0",
         "sp_core.doctor._mpi_problem": lambda: problem,
         "sp_core.doctor.started_tasks": lambda: tasks,
-        "sp_core.doctor.loaded_library": {"libmpi": "/libmpi.so"}.get,
+        "sp_core.doctor.mpi_library": lambda: library,
         "sp_core.doctor._threads": lambda level: level,
         "sp_core.doctor._cuda_aware": lambda library: library,
     }
     for name, value in here.items():
         monkeypatch.setattr(name, value)
-    text = "Best MPI 4.1, 2 rank(s), /libmpi.so"
+    text = f"Best MPI 4.1, mpi4py 4.1.0, 2 rank(s), {library or 'library file not found'}"
     broken = ("broken", f"{text}; the launcher has started {tasks}", doctor.OTHER_LAUNCHER)
     wanted = Finding("MPI", *(broken if tasks == 3 else ("ok", text)))
-    assert [*doctor._mpi()] == ([problem] if problem else [wanted, "single", "/libmpi.so"])
+    assert [*doctor._mpi()] == ([problem] if problem else [wanted, "single", library])

@@ -116,6 +116,24 @@ def test_a_library_is_found_among_those_that_are_loaded(monkeypatch: pytest.Monk
     assert machine.loaded_library("libnone") is None
 
 
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("libmpi_cxx.so.40 libmpi_mpifh.so.40 libmpi.so.40", "libmpi.so.40"),
+        ("libmpicxx.so.12 libmpich.so.12", "libmpich.so.12"),  # of Debian and Ubuntu
+        ("libmpi_gtl_cuda.so.0 libmpi_gnu_123.so.12", "libmpi_gnu_123.so.12"),  # of Cray
+        ("libmpi-5f3a.so.40", "libmpi-5f3a.so.40"),
+        ("libmpifort.so.12 libmpi_usempif08.so.40 libmpi_java.so.40 libempich.so", None),
+    ],
+)
+def test_the_library_of_mpi_is_found_under_the_names_that_distributors_give_it(
+    names: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f"7f-8f r-xp 00000000 08:01 7   /lib/{name}" for name in names.split()]
+    monkeypatch.setattr(machine, "_text", {Path("/proc/self/maps"): "\n".join(lines)}.get)
+    assert machine.mpi_library() == (found and f"/lib/{found}")
+
+
 def test_the_number_of_a_node_is_that_of_its_host_and_boot(substitute: Any) -> None:
     substitute(machine, node_name=lambda: "host", _text={machine._BOOT: "7-8"}.get)
     assert machine.node_number() == 193650345241001  # computed with b2sum

@@ -224,7 +224,15 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     ),
     "a record of something else": (
         f"{RECORD} .* step is missing; of is missing; ",
-        lambda f: (f / RECORD).write_text("{}"),
+        lambda f: (f / RECORD).write_text('{"format": 1}'),
+    ),
+    "a record of an older version": (
+        f"{RECORD} has format None, and this version of sp_core reads 1. Resume it with",
+        lambda f: edited(lambda x: drop("format", x), f),
+    ),
+    "a record of a newer version": (
+        f"{RECORD} has format 2, and this",
+        lambda f: edited(lambda x: x.update(format=2), f),
     ),
 }
 """A part of the error, and a change of the folder."""

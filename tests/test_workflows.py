@@ -18,9 +18,12 @@ import sp_core
 WORKFLOWS = {
     path.name: path.read_text() for path in sorted((ROOT / ".github" / "workflows").iterdir())
 }
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOWEST = [need.replace(">=", "==") for need in PROJECT["project"]["dependencies"][:2]]
 BEFORE = (
     "python3 -m venv .venv && .venv/bin/python -m pip install --quiet -c ci/constraints.txt nox",
     "sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+    f"python3 -m venv .venv/low && .venv/low/bin/python -m pip install --quiet {' '.join(LOWEST)}",
 )
 """Commands that prepare a job."""
 APART = {"tests", "mutants", "generic_mutants"}
@@ -182,15 +185,22 @@ def test_gpu_runners_serve_no_pull_request_by_itself() -> None:
 
 
 def test_the_oldest_and_the_newest_python_are_tested() -> None:
-    (oldest,) = re.findall(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
     (tested,) = re.findall(r"^ *python: \[(.*?)\]", WORKFLOWS["ci.yml"], re.MULTILINE)
     first, _ = tested.split(", ")
     assert first == f'"{oldest}"'
 
 
+def test_the_lowest_torch_and_numpy_are_tested_every_night() -> None:
+    job = jobs(WORKFLOWS["nightly.yml"])["lowest"]
+    assert [need.partition("==")[0] for need in LOWEST] == ["torch", "numpy"]
+    assert BEFORE[2] in values("run", job)
+    assert values("SP_TORCH", job) == [".venv/low/bin/python"]
+
+
 def test_warnings_of_torch_under_every_python_are_no_errors() -> None:
     """Some of its functions use `torch.jit.script`, whose text depends on Python's version."""
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    options = PROJECT["tool"]["pytest"]["ini_options"]
     (known,) = (one.split(":")[1] for one in options["filterwarnings"] if "jit" in one)
     warned = re.findall(r'"(`torch.jit.script` is .*)"', inspect.getsource(torch.jit.script))
     assert warned

@@ -21,6 +21,8 @@ from sp_core.nn.gradients import placement_of
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 _REMEDY = "Make one of model.parameters()."
+FORMAT = 1
+"""The version of a record's format. Raise it with each change that another version cannot read."""
 _CUT = {"": None}
 """The entry of a record for a large tensor. No value that is saved has an empty key."""
 _COUPLING = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon
@@ -36,8 +38,8 @@ def record_of(
     """Return the contents of `training.json` without the step: all state except large tensors.
 
     The entries are:
-        "of": the kinds of model, optimizer, scheduler and generator. `load_training` needs equal
-            ones.
+        "format": `FORMAT`.
+        "of": the kinds of model, optimizer, scheduler and generator. Loading needs equal ones.
         "groups": the groups of parameters of the optimizer.
         "state": the state of the optimizer by parameter name. `_CUT` stands for a large tensor,
             and {"": x, "dtype": name} for a tensor of no dims that holds x.
@@ -67,21 +69,22 @@ def record_of(
         for weight, held in optimizer.state.items()
     }
     record = {
+        "format": FORMAT,
         "of": model.config.to_dict() | kinds,
         "groups": optimizer.state_dict()["param_groups"],
         "state": state,
         "schedule": scheduler and scheduler.state_dict(),
         "random": bytes(generator.get_state().tolist()).hex() if generator else "",
     }
-    for x in chain.from_iterable(held.values() for held in optimizer.state.values()):
-        if not all(isinstance(key, str) and key for key in _keys(x)):
-            refuse(record, x)
-    _check_numbered(record)
+    _check_keys(record, optimizer)
     return record
 
 
-def _check_numbered(record: dict[str, Any]) -> None:
-    """Raise CheckpointError for a key of a group or a schedule that `keyed` would not restore."""
+def _check_keys(record: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise CheckpointError for a key of a state, group or schedule that a file cannot restore."""
+    for x in chain.from_iterable(held.values() for held in optimizer.state.values()):
+        if not all(isinstance(key, str) and key for key in _keys(x)):
+            refuse(record, x)
     parts = *record["groups"], record["schedule"] or {}
     for x in chain.from_iterable(part.values() for part in parts):
         if [*_keys(_numbered(json.dumps(x, skipkeys=True, default=repr)))] != [*_keys(x)]:
@@ -136,8 +139,14 @@ def check_record(path: Path, record: dict[str, Any], now: dict[str, Any]) -> Non
     The `config.json` beside it must fit, too, except for the tokens that end a sequence.
 
     Raises:
-        CheckpointError: on this rank: a file is missing, broken, or of another training.
+        CheckpointError: on this rank: a file is missing, broken, of another training, or written
+            by a version of sp_core with another format.
     """
+    if (found := record.get("format")) != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {found!r:.100}, and this version of sp_core reads {FORMAT}. Resume "
+            "it with the version that wrote it, or start again from its weights."
+        )
     if isinstance(of := record.get("of"), dict):  # first: other kinds of parts have other entries
         _check_kinds(path, of, now["of"])
     if faults := [*_mistyped(record, now)]:
