@@ -152,10 +152,11 @@ def test_what_is_read_and_used_is_what_the_program_says(
         assert torch.equal(recv, problem.expected(tasks, inputs, rank))
         assert (found.calls, found.messages, found.bytes_sent) == (
             1,
-            figures.messages,
-            figures.bytes_sent,
+            figures["messages"],
+            figures["bytes_sent"],
         )
-        assert found.scratch == figures.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
+        assert found.scratch == figures["scratch"]
+        assert found.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
 
 
 @spmd(3)

@@ -26,7 +26,6 @@ from sp_core.programs import (
     OWN,
     SLOTS,
     Buffer,
-    Cost,
     Message,
     Operation,
     Program,
@@ -136,11 +135,6 @@ class Ready(ABC):
     def release(self) -> None:
         """Give the scratch memory back, for other collectives. This one cannot run afterwards."""
         self._scratch.give(self._block)
-
-    def _count(self, cost: Cost) -> None:
-        self.comm.counters[self.name].add(
-            messages=cost.messages, bytes_sent=cost.bytes_sent, scratch=cost.scratch
-        )
 
     def _view(self, region: Region) -> Tensor:
         return self._memory[region.rank, region.buffer][region.start : region.stop]
@@ -265,7 +259,7 @@ class BoundProgram(Ready):
         On a device, the work of the run follows what was queued on the current stream before. The
         handle may be tested on any stream.
         """
-        self._count(self._cost)
+        self.comm.counters[self.name].add(**self._cost)
         used(self._block)
         running = Running(self, self.comm.transport.announce(self._sends, self._recvs))
         return ordered(
@@ -380,7 +374,7 @@ class BoundWindow(Ready):
             f"{operation.op} in a window: {operation.reduction}, {operation.longest} x "
             f"{self.dtype}, {operation.root}"
         )
-        self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
+        self._bound: dict[int, tuple[list[tuple[Work, ...]], dict[str, int]]] = {}
 
     def begin(self, *, once: bool = False) -> Handle:
         """Begin a run of the collective, in the same order on all ranks, and return its handle."""
@@ -391,7 +385,7 @@ class BoundWindow(Ready):
                 work = self._work(program, self._window.memory.copying)
             self._bound[first] = work, cost(program, self.dtype)
         steps, figures = self._bound[first]
-        self._count(figures)
+        self.comm.counters[self.name].add(**figures)
         after = self.release if once else None
         # copies of a device do not keep their memory alive
         return self._window.start(steps, self._what, keep=self, after=after)
