@@ -20,7 +20,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from sp_core.collectives.combining import combination, rewritten
+from sp_core.collectives.combining import combination
 from sp_core.communicator import Communicator
 from sp_core.programs import (
     OWN,
@@ -54,7 +54,8 @@ def bind(
     Args:
         comm: the communicator whose ranks run the collective.
         operation: this rank's view of the collective.
-        send, recv: flat contiguous input and output (IN and OUT); None if this rank has none.
+        send, recv: flat contiguous input and output (IN and OUT); None if this rank has none. They
+            are one object, or share no memory.
         algorithm: a name of `sp_core.programs.ALGORITHMS`, but not "auto".
         scratch: provides scratch memory.
         resident: whether all ranks have agreed that IN lies in tensors of one call of
@@ -248,7 +249,8 @@ class BoundProgram(Ready):
         recvs = [self._messages(step.receives) for step in program.steps]
         self._sends, self._recvs = list(chain(*sends)), list(chain(*recvs))
         bound = (map(comm.transport.bind, messages) for messages in (sends, recvs))
-        self.steps = list(map(BoundStep, *bound, work, rewritten(program, *self._buffers)))
+        rewritten = program.rewritten_in_place if send is recv else program.rewritten
+        self.steps = list(map(BoundStep, *bound, work, rewritten))
 
     def _messages(self, messages: Iterable[Message]) -> list[tuple[int, Tensor]]:
         return [(message.peer, self._view(message.region)) for message in messages]
