@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -51,8 +50,8 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
         assert isinstance(bound, BoundProgram)
         bound.device = torch.device("cuda", 0)
         bound.steps = [
-            replace(step, work=(lambda: seen.append(here.stream), *step.work))
-            for step in bound.steps
+            (sends, recvs, (lambda: seen.append(here.stream), *work), rewritten)
+            for sends, recvs, work, rewritten in bound.steps
         ]
         running = bound.start()
         here.stream = other

@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 
@@ -217,21 +216,13 @@ class Library(Ready):
             return self.comm.transport.prepare(self.operation, *self._buffers)
 
 
-@dataclass(frozen=True)
-class BoundStep:
-    """Hold one step of a program: its messages, and `work`, the calls that sum and copy.
-
-    Step number `rewritten` overwrites memory of these sends, so it begins once they are complete.
-    """
-
-    sends: Bound
-    recvs: Bound
-    work: tuple[Work, ...]
-    rewritten: int
-
-
 class BoundProgram(Ready):
-    """Run a collective by messages, as `program`, the last argument, describes."""
+    """Run a collective by messages, as `program`, the last argument, describes.
+
+    Attributes:
+        steps: for each step, (sends, receives, the calls that sum and copy, the number of the step
+            that overwrites memory of the sends, and so begins once they are complete).
+    """
 
     def __init__(
         self,
@@ -250,7 +241,9 @@ class BoundProgram(Ready):
         self._sends, self._recvs = list(chain(*sends)), list(chain(*recvs))
         bound = (map(comm.transport.bind, messages) for messages in (sends, recvs))
         rewritten = program.rewritten_in_place if send is recv else program.rewritten
-        self.steps = list(map(BoundStep, *bound, work, rewritten))
+        self.steps: list[tuple[Bound, Bound, tuple[Work, ...], int]] = list(
+            zip(*bound, work, rewritten, strict=True)
+        )
 
     def _messages(self, messages: Iterable[Message]) -> list[tuple[int, Tensor]]:
         return [(message.peer, self._view(message.region)) for message in messages]
@@ -313,21 +306,21 @@ class Running:
             and self._posted < len(bound.steps)
             and self._have_left(self._posted)
         ):
-            step = bound.steps[self._posted]
-            handle = self._begin(step) if step.sends or step.recvs else _DONE
+            sends, recvs, work, rewritten = bound.steps[self._posted]
+            handle = self._begin(sends, recvs, rewritten) if sends or recvs else _DONE
             self._posted += 1
-            self._under_way.append((handle, step.work))
+            self._under_way.append((handle, work))
 
-    def _begin(self, step: BoundStep) -> Handle:
+    def _begin(self, sends: Bound, recvs: Bound, rewritten: int) -> Handle:
         """Post the messages of a step, and return the handle that its combinations wait for.
 
         `_leaving` keeps the handle of the sends if only later steps must wait for these.
         """
         transport = self._bound.comm.transport
-        if not step.sends or step.rewritten == self._posted:
-            return transport.post(step.sends, step.recvs, self._tag)
-        handle = transport.post((), step.recvs, self._tag) if step.recvs else _DONE
-        self._leaving.append((step.rewritten, transport.post(step.sends, (), self._tag)))
+        if not sends or rewritten == self._posted:
+            return transport.post(sends, recvs, self._tag)
+        handle = transport.post((), recvs, self._tag) if recvs else _DONE
+        self._leaving.append((rewritten, transport.post(sends, (), self._tag)))
         return handle
 
     def _have_left(self, step: int) -> bool:
