@@ -23,11 +23,9 @@ from sp_core.segments import (
     concatenated,
     consecutive,
     deal_chunks,
-    split_ranges,
-    split_sizes,
+    split_ranges as split_ranges,
+    split_sizes as split_sizes,
 )
-
-__all__ = ["Sharding", "check_sharding", "split_ranges", "split_sizes"]
 
 LEAST_CHUNK = 32
 """`Sharding.balanced` halves no chunk of at most this many tokens: short ones make kernels slow."""
