@@ -16,8 +16,7 @@ from torch import Tensor
 
 from sp_core.arguments import check, check_type, length_along, plain
 from sp_core.errors import ShapeError
-from sp_core.mask.blocks import runs
-from sp_core.mask.definition import FAR64, HashedOnce, Mask, count_visible
+from sp_core.mask import FAR64, HashedOnce, Mask, count_visible, runs
 from sp_core.segments import (
     Segment,
     concatenated,

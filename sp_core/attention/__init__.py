@@ -10,8 +10,15 @@ multiple of K, and query head h reads key/value head h // (H / K). Tensors are (
 `local_attention`, like the schemes, takes (B, S, H, D).
 """
 
-from sp_core.attention.function import check_qkv as check_qkv, local_attention as local_attention
+from sp_core.attention.function import (
+    Saved as Saved,
+    check_qkv as check_qkv,
+    differentiable_once as differentiable_once,
+    local_attention as local_attention,
+    without_autocast as without_autocast,
+)
 from sp_core.attention.kernels import (
+    FLOATS as FLOATS,
     backend_for as backend_for,
     block_attention as block_attention,
     block_attention_backward as block_attention_backward,

@@ -21,8 +21,7 @@ from sp_core.attention.merge import accumulation_dtype, merge_into
 from sp_core.attention.packs import Packs, packed
 from sp_core.attention.tiles import halves, on_cpu, rows, strips, tiled
 from sp_core.errors import ShapeError
-from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
-from sp_core.mask.blocks import band_mask
+from sp_core.mask import Block, Mask, Positions, band_mask, plan_blocks, position_tensor
 
 # columns added to each head for the gradient of lse; the CUDA kernels need multiples of 8
 LSE_COLUMNS = 8

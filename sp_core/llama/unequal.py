@@ -26,7 +26,7 @@ from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig, Tokens, check_sequences
 from sp_core.llama.model import Llama, Pass, check_model
 from sp_core.llama.train import packed
-from sp_core.mask.definition import document_positions
+from sp_core.mask import document_positions
 from sp_core.scheduling import Assignment, Work
 from sp_core.segments import grouped
 from sp_core.sharding import Sharding, split_sizes

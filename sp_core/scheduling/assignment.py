@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from sp_core.arguments import check, check_type, plain
 from sp_core.errors import ShapeError
-from sp_core.segments import split_ranges
-from sp_core.sharding import Sharding
+from sp_core.sharding import Sharding, split_ranges
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ from sp_core.transport.base import (
     wait as wait,
 )
 from sp_core.transport.host import HostTransport as HostTransport
-from sp_core.transport.shared import NotShared, Work as Work, this_machine
+from sp_core.transport.shared import (
+    NotShared,
+    Regions as Regions,
+    Spec as Spec,
+    Work as Work,
+    this_machine,
+)
 from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window as Window
 
 NAMES = {

@@ -6,6 +6,8 @@ from the constants. Nothing here communicates or imports MPI.
 """
 
 from sp_core.tuning.files import (
+    FOLDER as FOLDER,
+    VARIABLE as VARIABLE,
     FileError as FileError,
     default_path as default_path,
     find as find,
