@@ -27,7 +27,6 @@ import numpy as np
 from sp_core import errors, progress
 from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed, RankError, differences, joined
 from sp_core.observer import observer_of
-from sp_core.progress import Progress
 from sp_core.transport.base import Intracomm, wait
 
 T = TypeVar("T")
@@ -83,7 +82,7 @@ def agree(
     call: str,
     value: int = 0,
     error: Exception | None = None,
-    under_way: Progress | None = None,
+    under_way: progress.Progress | None = None,
 ) -> tuple[int, ...]:
     """Check that all ranks pass the same `call`, and give each rank the values of all ranks.
 

@@ -30,8 +30,7 @@ from sp_core.mesh import Mesh, named_transport, read_nodes
 from sp_core.programs import defaults
 from sp_core.transport import NAMES, Intracomm, count_devices
 from sp_core.transport.cuda_aware import no_device_memory
-from sp_core.tuning import FileError, find
-from sp_core.tuning.files import FOLDER
+from sp_core.tuning import FOLDER, FileError, find
 
 # After this time the process prints its stacks and exits. Its four launches may take 60 s each.
 LIMIT_SECONDS = 300

@@ -1,14 +1,9 @@
 """Hold what `sp-core doctor` finds, join the findings of all ranks, and make its report."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, replace
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from typing import Any, Literal
 
 PIPE_COLUMNS = 10_000  # do not wrap lines that are written to a file
 
@@ -30,7 +25,7 @@ class Finding:
     remedy: str = ""
 
 
-def of_all(mine: list[Finding], comm: Intracomm) -> list[Finding]:
+def of_all(mine: list[Finding], comm: Any) -> list[Finding]:
     """Return the findings of rank 0, then those of other ranks that are broken.
 
     Every rank calls this, with its own findings. Constants of other ranks are left out: a mesh

@@ -24,12 +24,10 @@ import torch
 from sp_core.agreement import ERRORS, make_alike
 from sp_core.errors import PeerFailed, ShapeError, short_text
 from sp_core.launch import command
-from sp_core.llama.checkpoint import load
-from sp_core.llama.config import LlamaConfig, check_ranks, check_sequences, stage_layers
-from sp_core.llama.decode import Decoder
-from sp_core.llama.generate import Sampling, generate, not_finite
+from sp_core.llama import Decoder, Llama, LlamaConfig, Sampling, generate, load
+from sp_core.llama.config import check_ranks, check_sequences, stage_layers
+from sp_core.llama.generate import not_finite
 from sp_core.llama.grid import AXES
-from sp_core.llama.model import Llama
 from sp_core.llama.text import (
     Stream,
     chat_prompt,

@@ -4,7 +4,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set as AbstractSet
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,9 @@ def is_whole(value: Any) -> bool:
 
 def _is_real(value: Any) -> bool:
     """Return whether `value` is a real number that `float` can convert."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
-    try:
-        float(value)
-    except OverflowError:
-        return False
-    return True
+    is_exact = isinstance(value, Rational)  # infinity and NaN are floats, and real
+    fits = not is_exact or -sys.float_info.max <= value <= sys.float_info.max
+    return isinstance(value, Real) and not isinstance(value, bool) and fits
 
 
 def _is_number(value: Any) -> bool:

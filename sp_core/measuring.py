@@ -34,6 +34,7 @@ from sp_core.scratch import Scratch
 from sp_core.transport import Intracomm, wait
 from sp_core.tuning import (
     LINKS,
+    VARIABLE,
     Curve,
     FileError,
     Tuning,
@@ -42,7 +43,6 @@ from sp_core.tuning import (
     modelled,
     save,
 )
-from sp_core.tuning.files import VARIABLE
 
 Call = Callable[[], object]
 Samples = dict[str, dict[str, dict[int, list[float]]]]

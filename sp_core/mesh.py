@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from sp_core import agreement, arguments, failing, progress
 from sp_core.communicator import Check, Communicator, Reordered
@@ -33,7 +34,6 @@ from sp_core.tuning import Tuning, find
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Mesh(NotCopied):
@@ -158,7 +158,7 @@ class Mesh(NotCopied):
             self._made[names] = self._later(names)
         return self._made[names]
 
-    def to_device_mesh(self) -> "DeviceMesh":
+    def to_device_mesh(self) -> DeviceMesh:
         """Return torch's DeviceMesh with the same axes, such as for `fully_shard`.
 
         Every rank of the default process group calls this, because torch makes a process group for
@@ -168,7 +168,6 @@ class Mesh(NotCopied):
             RankError: torch.distributed has not started, or has other ranks; or the mesh is freed.
             DeviceError: a rank's current device is not `mesh.device`. Both on every rank.
         """
-        from torch.distributed.device_mesh import DeviceMesh
 
         def own() -> int:
             mine = self.device.index

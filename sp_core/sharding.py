@@ -16,19 +16,15 @@ from torch import Tensor
 
 from sp_core.arguments import check, check_type, length_along, plain
 from sp_core.errors import ShapeError
-from sp_core.hashing import HashedOnce
-from sp_core.mask.blocks import runs
-from sp_core.mask.definition import FAR64, Mask, count_visible
+from sp_core.mask import FAR64, HashedOnce, Mask, count_visible, runs
 from sp_core.segments import (
     Segment,
     concatenated,
     consecutive,
     deal_chunks,
-    split_ranges,
-    split_sizes,
+    split_ranges as split_ranges,
+    split_sizes as split_sizes,
 )
-
-__all__ = ["Sharding", "check_sharding", "split_ranges", "split_sizes"]
 
 LEAST_CHUNK = 32
 """`Sharding.balanced` halves no chunk of at most this many tokens: short ones make kernels slow."""

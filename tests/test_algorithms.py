@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 from threading import Thread
 from typing import Any
 from unittest.mock import Mock
@@ -119,8 +119,8 @@ def test_an_execution_is_bitwise_a_replay_of_its_schedule_and_costs_as_much(
         result = problem.call(inputs[comm.rank].to(mesh["sp"].device), mesh["sp"]).cpu()
         found = mesh["sp"].counters.total()
     told = cost(made.programs[comm.rank], inputs[0].dtype)
-    assert (found.calls, found.messages, found.bytes_sent) == (1, told.messages, told.bytes_sent)
-    assert found.scratch == told.scratch
+    figures = {"messages": found.messages, "bytes_sent": found.bytes_sent, "scratch": found.scratch}
+    assert (found.calls, figures) == (1, told)
     if problem.op in SUMS:
         wanted = replay(made, inputs)[comm.rank]
         if problem.op == "reduce" and comm.rank != problem.place % comm.size:
@@ -206,18 +206,6 @@ def test_a_sum_is_that_of_a_loop_wherever_it_is_written(length: int, dtype: torc
         first = int(2 <= place < count and dtype == torch.float32)  # row 0 is overwritten
         assert torch.equal(memory[first:], wanted[first:])
         assert rooms[[0, -1]].isnan().all()
-
-
-def test_sends_need_not_be_complete_where_the_result_has_memory_of_its_own() -> None:
-    """If the result begins in the middle of the input, sends must end before the next step."""
-    memory = torch.zeros(8, dtype=torch.int16)
-    made = Vectors("all_reduce", "ring", 5, 0, "float32", 0).schedule(3, None).programs[0]
-    places = [range(0), *(range(*ends) for ends in combinations(range(5), 2))]
-    for send, recv in product(places, repeat=2):
-        views = (memory[place.start : place.stop] if place else None for place in (send, recv))
-        found = combining.rewritten(made, *views)
-        begun = made.rewritten_in_place if send.start == recv.start else range(len(made.steps))
-        assert found == (made.rewritten if {*send}.isdisjoint(recv) else begun)
 
 
 @given(

@@ -40,9 +40,7 @@ def small_tiles() -> Iterator[None]:
 
 
 def causal(size: int, q_start: int = 0, kv_start: int = 0) -> Block:
-    return Block(
-        q_start, q_start + size, kv_start, kv_start + size, "causal", size * (size + 1) // 2
-    )
+    return Block(q_start, q_start + size, kv_start, kv_start + size, "causal")
 
 
 @pytest.mark.parametrize("cut", [halves, rows, strips])
@@ -59,9 +57,7 @@ def test_tiles_show_each_visible_pair_once(
 ) -> None:
     q, kv = start
     block = (
-        causal(size, q, kv)
-        if kind == "causal"
-        else Block(q, q + size, kv, kv + columns, "full", size * columns)
+        causal(size, q, kv) if kind == "causal" else Block(q, q + size, kv, kv + columns, "full")
     )
     with patch.multiple(tiles, **SMALL) if small else nullcontext():
         blocks = tiled([block], cut, torch.empty(0))
@@ -183,7 +179,7 @@ def test_a_block_follows_the_one_before_it_in_its_tile_and_its_pack() -> None:
         (1, 2),
     )
     rows, columns = (pairwise(accumulate(sizes, initial=0)) for sizes in zip(*shapes, strict=True))
-    blocks = [Block(*q, *kv, "full", 1) for q, kv in zip(rows, columns, strict=True)]
+    blocks = [Block(*q, *kv, "full") for q, kv in zip(rows, columns, strict=True)]
     blocks[7] = blocks[7]._replace(kind="partial")
     left, made = packs._packed.__wrapped__(tuple(blocks), 6)
     assert left == (blocks[3], blocks[7], blocks[9])

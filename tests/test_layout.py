@@ -11,7 +11,7 @@ from studies.commands import ROOT, output_of, outside
 
 ROOMS = (
     ("errors", "findings", "link", "machine"),
-    ("compiling", "hashing", "kinds", "launch", "observer", "progress", "scratch", "segments"),
+    ("compiling", "kinds", "launch", "observer", "progress", "scratch", "segments"),
     ("arguments",),
     ("failing", "mask", "programs"),
     ("sharding",),

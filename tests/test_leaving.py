@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
 from sp_core import observer, progress
-from sp_core.collectives.execution import BoundStep, Running
+from sp_core.collectives.execution import Running
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
 from sp_core.observer import Notices, observer_of
 from sp_core.testing import run_threads, spmd
@@ -120,7 +119,7 @@ def test_the_memory_of_a_run_that_an_error_ends_outlives_its_plan(mesh: sp.Mesh,
 
 def of_a_program(comm: Any, work: Any) -> Callable[[], object]:
     """Return the test of a run with one step, which has no messages."""
-    bound: Any = Mock(steps=[BoundStep((), (), (work,), 1)], depth=1)
+    bound: Any = Mock(steps=[((), (), (work,), 1)], depth=1)
     return Running(bound, Done()).test
 
 
@@ -158,7 +157,7 @@ def test_a_signal_handler_may_poll_in_the_middle_of_a_sum(mesh: sp.Mesh) -> None
     plan = sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"], algorithm="ring")
     bound: Any = plan._bound
     handle: Any = Mock(side_effect=lambda: handle.call_count > 1 or mesh["sp"].poll())
-    bound.steps = [replace(step, work=(*step.work, handle)) for step in bound.steps]
+    bound.steps = [(*sides, (*work, handle), until) for *sides, work, until in bound.steps]
     assert plan.finish(plan.start()).tolist() == [2.0] * 4
     assert handle.call_count == len(bound.steps)
 

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -51,8 +50,8 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
         assert isinstance(bound, BoundProgram)
         bound.device = torch.device("cuda", 0)
         bound.steps = [
-            replace(step, work=(lambda: seen.append(here.stream), *step.work))
-            for step in bound.steps
+            (sends, recvs, (lambda: seen.append(here.stream), *work), rewritten)
+            for sends, recvs, work, rewritten in bound.steps
         ]
         running = bound.start()
         here.stream = other
@@ -65,14 +64,20 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
     run_threads(2, body)
 
 
-@pytest.mark.parametrize(("op", "algorithm"), NAMES)
-def test_a_rank_goes_on_before_its_sends_are_complete(op: str, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "algorithm", "in_place"),
+    [(*name, False) for name in NAMES] + [(*name, True) for name in NAMES if "all_reduce" in name],
+)
+def test_a_rank_goes_on_before_its_sends_are_complete(
+    op: str, algorithm: str, *, in_place: bool
+) -> None:
     """Sends never complete here. A rank stops before a step that overwrites what they read."""
-    comm, memory = MagicMock(), torch.zeros(2, 16, dtype=torch.int64)
+    comm, (x, other) = MagicMock(), torch.zeros(2, 16, dtype=torch.int64)
+    recv = x if in_place else other
     comm.transport.bind, comm.transport.post = list, lambda *sent: Mock(test=lambda: not sent[0])
     for rank, made in enumerate(schedule(op, algorithm, (2,) * 4, segment=1).programs):
         task, scratch = operation(op, rank, 4, (2,) * 4), Scratch(torch.device("cpu"))
-        running = BoundProgram(comm, task, memory[0], memory[1], scratch, made).begin()
+        running = BoundProgram(comm, task, x, recv, scratch, made).begin()
         assert isinstance(running, Running)
         told = [
             [(peer, len(x)) for peer, x in each] for each in comm.transport.announce.call_args[0]
@@ -83,7 +88,8 @@ def test_a_rank_goes_on_before_its_sends_are_complete(op: str, algorithm: str) -
         ]
         assert running._posted > 0
         running.test()  # adds what has arrived, and begins later steps
-        waits = [(made.rewritten[n], n + 1) for n, step in enumerate(made.steps) if step.sends]
+        firsts = made.rewritten_in_place if in_place else made.rewritten
+        waits = [(firsts[n], n + 1) for n, step in enumerate(made.steps) if step.sends]
         assert running._posted == min(map(max, waits), default=len(made.steps))
         assert bool(running._under_way) == any(first < n <= running._posted for first, n in waits)
 

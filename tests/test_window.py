@@ -152,10 +152,11 @@ def test_what_is_read_and_used_is_what_the_program_says(
         assert torch.equal(recv, problem.expected(tasks, inputs, rank))
         assert (found.calls, found.messages, found.bytes_sent) == (
             1,
-            figures.messages,
-            figures.bytes_sent,
+            figures["messages"],
+            figures["bytes_sent"],
         )
-        assert found.scratch == figures.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
+        assert found.scratch == figures["scratch"]
+        assert found.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
 
 
 @spmd(3)
@@ -250,8 +251,6 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
         freed.free()
         x = empty((2, 2)).fill_(comm.rank)
         assert sp.peer(x, comm.rank, comm=group) is x
-        assert group.window is not None
-        assert group.window.number(x.view(-1)[1:]) == -1
         moved = empty((2,)).share_memory_().fill_(comm.rank)
         total = sp.plan("all_reduce", moved, comm=group, algorithm="window").run()
         assert total.tolist() == [sum(range(comm.size))] * 2

@@ -10,35 +10,25 @@ multiple of K, and query head h reads key/value head h // (H / K). Tensors are (
 `local_attention`, like the schemes, takes (B, S, H, D).
 """
 
-from sp_core.attention.function import check_qkv, local_attention
+from sp_core.attention.function import (
+    Saved as Saved,
+    check_qkv as check_qkv,
+    differentiable_once as differentiable_once,
+    local_attention as local_attention,
+    without_autocast as without_autocast,
+)
 from sp_core.attention.kernels import (
-    backend_for,
-    block_attention,
-    block_attention_backward,
+    FLOATS as FLOATS,
+    backend_for as backend_for,
+    block_attention as block_attention,
+    block_attention_backward as block_attention_backward,
 )
-from sp_core.attention.logits import Logits, Terms
+from sp_core.attention.logits import Logits as Logits, Terms as Terms
 from sp_core.attention.merge import (
-    accumulation_dtype,
-    add_sinks,
-    merge,
-    merge_into,
-    sinks_gradient,
+    accumulation_dtype as accumulation_dtype,
+    add_sinks as add_sinks,
+    merge as merge,
+    merge_into as merge_into,
+    sinks_gradient as sinks_gradient,
 )
-from sp_core.attention.shards import attend, attend_backward
-
-__all__ = [
-    "Logits",
-    "Terms",
-    "accumulation_dtype",
-    "add_sinks",
-    "attend",
-    "attend_backward",
-    "backend_for",
-    "block_attention",
-    "block_attention_backward",
-    "check_qkv",
-    "local_attention",
-    "merge",
-    "merge_into",
-    "sinks_gradient",
-]
+from sp_core.attention.shards import attend as attend, attend_backward as attend_backward

@@ -4,7 +4,7 @@ The rest of the package calls `forward` and `backward` for one block of attentio
 and `sequences_backward` for many blocks at once. Shapes as in `sp_core.attention`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -39,12 +39,15 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 
     The host waits for the device while it copies x. So indices and masks are copied only once.
     """
-    if x.device == device:
-        return x
-    kept: dict[torch.device, Tensor] = vars(x).setdefault("copies", {})
-    if device not in kept:
-        kept[device] = x.to(device)
-    return used(kept[device])
+    return x if x.device == device else used(kept(x, device, lambda: x.to(device)))
+
+
+def kept(x: Tensor, key: torch.device | torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+    """Return what `make` returned for this key when first called, kept as an attribute of x."""
+    made: dict[torch.device | torch.dtype, Tensor] = vars(x).setdefault("kept", {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def forward(

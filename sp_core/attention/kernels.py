@@ -274,11 +274,11 @@ def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """
     if allowed is None:
         return None
-    kept: dict[torch.dtype, Tensor] = vars(allowed).setdefault("additive", {})
-    if dtype not in kept:
-        zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        kept[dtype] = zeros.masked_fill_(~allowed, -torch.inf)
-    return kept[dtype]
+    return cuda.kept(
+        allowed,
+        dtype,
+        lambda: allowed.new_zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf),
+    )
 
 
 def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator[Strip]:

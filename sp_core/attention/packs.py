@@ -24,7 +24,7 @@ from sp_core.attention import cuda, kernels
 from sp_core.attention.logits import Logits
 from sp_core.attention.tiles import on_cpu
 from sp_core.mask import Block
-from sp_core.segments import grouped
+from sp_core.segments import concatenated, grouped
 
 SIDES = (16, 32)
 """Sizes of tiles, in tokens. A block goes into the smallest tile that holds it."""
@@ -252,18 +252,13 @@ def _sequences(blocks: tuple[Block, ...], most: int) -> tuple[tuple[Block, ...],
     made = (
         Sequences(
             kind == "causal",
-            _joined([block.queries for block in found]),
-            _joined([block.keys for block in found]),
+            concatenated([range(block.q_start, block.q_stop) for block in found]),
+            concatenated([range(block.kv_start, block.kv_stop) for block in found]),
             (tuple(block.shape[0] for block in found), tuple(block.shape[1] for block in found)),
         )
         for kind, found in many
     )
     return _without(blocks, [found for _, found in many]), tuple(made)
-
-
-def _joined(parts: Iterable[slice]) -> Tensor:
-    """Return the numbers in some ranges, one range after the other, as an int64 tensor."""
-    return torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
 
 
 def _apart(blocks: Iterable[Block], most: int = sys.maxsize) -> Iterator[Block]:

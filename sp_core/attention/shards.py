@@ -21,8 +21,7 @@ from sp_core.attention.merge import accumulation_dtype, merge_into
 from sp_core.attention.packs import Packs, packed
 from sp_core.attention.tiles import halves, on_cpu, rows, strips, tiled
 from sp_core.errors import ShapeError
-from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
-from sp_core.mask.blocks import band_mask
+from sp_core.mask import Block, Mask, Positions, band_mask, plan_blocks, position_tensor
 
 # columns added to each head for the gradient of lse; the CUDA kernels need multiples of 8
 LSE_COLUMNS = 8
@@ -32,8 +31,8 @@ LSE_FACTORS = (1.0, 1.0, 1.0), (2.0**15, 2.0**4, 1.0, 2.0**-11, 2.0**-24)
 The new columns of dO hold -grad_lse in parts, each divided by the value in its column. A
 float16 lies between 2^-24 and 65504, so the gradient may lie between 2^-48 and 65504 * 2^15."""
 
-Allowed = Callable[[Block], Tensor | None]
-"""Function of a block that returns its bool mask (queries, keys); None for a block without mask."""
+How = Callable[[Block], dict[str, Any]]
+"""Function of a block that returns the keyword arguments of `block_attention` for it."""
 Tensors = tuple[Tensor, ...]
 
 
@@ -74,11 +73,9 @@ def attend(
         ShapeError: the numbers of positions and of tokens differ, or a position lies outside the
             mask's documents.
     """
-    planned = _blocks(q, k, q_positions, kv_positions, mask)
-    logits = logits.between(q_positions, kv_positions, q.device)
-    allowed = _dense_masks(q_positions, kv_positions, mask)
+    planned, how = _planned(q, k, q_positions, kv_positions, mask, logits)
     for blocks, packs in (packed(planned, q, logits), (planned, ())):
-        out, lse = _attend(blocks, packs, allowed, q, k, v, logits, between)
+        out, lse = _attend(blocks, packs, how, q, k, v, logits, between)
         # On a CPU a NaN of one block may have spread to other blocks of its tile: then compute
         # without packs. On CUDA the blocks of a pack are separate sequences.
         if not packs or not on_cpu(q) or out.sum().isfinite():
@@ -89,7 +86,7 @@ def attend(
 def _attend(
     blocks: tuple[Block, ...],
     packs: Packs,
-    allowed: Allowed,
+    how: How,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,7 +104,7 @@ def _attend(
 
     def part(block: Block) -> tuple[Tensor, Tensor]:
         i, j = block.queries, block.keys
-        return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **_how(block, allowed, logits))
+        return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **how(block))
 
     if not packs and len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
         return part(blocks[0])
@@ -173,12 +170,10 @@ def attend_backward(
     head_dim, dtype = q.shape[-1], out_dtype or accumulation_dtype(q.dtype)
     if grad_lse is not None:
         grad_out, q, k, v, out = _with_lse_columns(grad_out, q, k, v, out, grad_lse)
-    planned = _blocks(q, k, q_positions, kv_positions, mask)
-    logits = logits.between(q_positions, kv_positions, q.device)
-    allowed = _dense_masks(q_positions, kv_positions, mask)
+    planned, how = _planned(q, k, q_positions, kv_positions, mask, logits)
     tensors = (grad_out, q, k, v, out, lse)
     for blocks, packs in (packed(planned, q, logits), (planned, ())):
-        grads = _gradients(blocks, packs, allowed, tensors, logits, between)
+        grads = _gradients(blocks, packs, how, tensors, logits, between)
         if not packs or not on_cpu(q) or all(grad.sum().isfinite() for grad in grads):
             break
     dq, dk, dv = (grad[..., :head_dim].to(dtype) for grad in grads)
@@ -188,7 +183,7 @@ def attend_backward(
 def _gradients(
     blocks: tuple[Block, ...],
     packs: Packs,
-    allowed: Allowed,
+    how: How,
     tensors: Tensors,
     logits: Logits,
     between: Callable[[], object] | None,
@@ -204,7 +199,7 @@ def _gradients(
         i, j = block.queries, block.keys
         return block_attention_backward(
             *(grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i]),
-            **_how(block, allowed, logits),
+            **how(block),
         )
 
     if not packs and len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
@@ -221,11 +216,17 @@ def _gradients(
     return grads
 
 
-def _blocks(
-    q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None
-) -> tuple[Block, ...]:
-    """Return the blocks of queries and keys that have a visible pair (`plan_blocks`).
+def _planned(
+    q: Tensor,
+    k: Tensor,
+    q_positions: Positions,
+    kv_positions: Positions,
+    mask: Mask | None,
+    logits: Logits,
+) -> tuple[tuple[Block, ...], How]:
+    """Return the blocks that have a visible pair, and how `block_attention` computes a block.
 
+    Bool masks of partial blocks are made on the CPU. All equal tiles of a sliding window share one.
     Raise ShapeError if the number of positions differs from that of tokens.
     """
     for name, length, positions in (
@@ -237,37 +238,24 @@ def _blocks(
                 f"{name}_positions has {len(positions)} positions, needed {length}, one for each "
                 f"token of {name}"
             )
-    return plan_blocks(q_positions, kv_positions, mask)
-
-
-def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Allowed:
-    """Return a function that makes the bool mask of a partial block, on the CPU.
-
-    The function returns None for full and causal blocks, and one shared tensor for all equal tiles
-    of a sliding window.
-    """
+    blocks = plan_blocks(q_positions, kv_positions, mask)
+    logits = logits.between(q_positions, kv_positions, q.device)
     band = cache(band_mask)
     places = cache(lambda: [position_tensor(x, "cpu") for x in (q_positions, kv_positions)])
 
-    def allowed(block: Block) -> Tensor | None:
-        if block.kind != "partial" or mask is None:
-            return None
-        if block.band is not None:
-            return band(*block.shape, *block.band)
-        q, kv = places()
-        return mask.allowed(q[block.queries], kv[block.keys])
+    def how(block: Block) -> dict[str, Any]:
+        allowed = None if block.band is None else band(*block.shape, *block.band)
+        if block.kind == "partial" and allowed is None and mask is not None:
+            q_places, kv_places = places()
+            allowed = mask.allowed(q_places[block.queries], kv_places[block.keys])
+        return {
+            "kind": block.kind,
+            "allowed": allowed,
+            "all_seen": block.band is not None,
+            "logits": logits.at(block.queries, block.keys),
+        }
 
-    return allowed
-
-
-def _how(block: Block, allowed: Allowed, logits: Logits) -> dict[str, Any]:
-    """Return the keyword arguments of `block_attention` for a block."""
-    return {
-        "kind": block.kind,
-        "allowed": allowed(block),
-        "all_seen": block.band is not None,
-        "logits": logits.at(block.queries, block.keys),
-    }
+    return blocks, how
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:

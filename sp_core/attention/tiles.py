@@ -78,10 +78,9 @@ def rows(block: Block) -> Iterator[Block]:
     if block.kind != "full":
         yield block
         return
-    keys = block.kv_stop - block.kv_start
     for start in range(block.q_start, block.q_stop, POLLED_ROWS):
         stop = min(start + POLLED_ROWS, block.q_stop)
-        yield block._replace(q_start=start, q_stop=stop, pairs=(stop - start) * keys)
+        yield block._replace(q_start=start, q_stop=stop)
 
 
 def strips(block: Block) -> Iterator[Block]:
@@ -121,8 +120,8 @@ def _diagonal(block: Block, start: int, stop: int) -> Block:
 
     Index 0 is the block's first query, and its first key.
     """
-    q, kv, size = block.q_start, block.kv_start, stop - start
-    return Block(q + start, q + stop, kv + start, kv + stop, "causal", size * (size + 1) // 2)
+    q, kv = block.q_start, block.kv_start
+    return Block(q + start, q + stop, kv + start, kv + stop, "causal")
 
 
 def _below(block: Block, q_start: int, kv_start: int, kv_stop: int) -> Block:
@@ -132,5 +131,4 @@ def _below(block: Block, q_start: int, kv_start: int, kv_stop: int) -> Block:
     caller makes sure that each of these queries sees all these keys.
     """
     q, kv = block.q_start, block.kv_start
-    pairs = (block.q_stop - q - q_start) * (kv_stop - kv_start)
-    return Block(q + q_start, block.q_stop, kv + kv_start, kv + kv_stop, "full", pairs)
+    return Block(q + q_start, block.q_stop, kv + kv_start, kv + kv_stop, "full")

@@ -1,39 +1,12 @@
-"""Turn the sums and copies of a program into calls on memory.
+"""Turn the sums and copies of a program into calls on memory."""
 
-`rewritten` says before which step the sends of a step must have completed.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import Tensor
 
-from sp_core.programs import HALF, REDUCTIONS, WIDE_BLOCK, Program
+from sp_core.programs import HALF, REDUCTIONS, WIDE_BLOCK
 from sp_core.transport import Work
-
-
-def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
-    """Return for each step the index of the first step that may overwrite what the step sends.
-
-    The sends must have completed before that step. If `send` and `recv` overlap without having the
-    same start, the index is that of the step itself.
-
-    Args:
-        program: the steps of this rank.
-        send, recv: flat input and output (IN and OUT of the program); None if this rank has none.
-    """
-    if (
-        send is None
-        or recv is None
-        or send.data_ptr() + send.nbytes <= recv.data_ptr()
-        or recv.data_ptr() + recv.nbytes <= send.data_ptr()
-    ):
-        return program.rewritten
-    return (
-        program.rewritten_in_place
-        if send.data_ptr() == recv.data_ptr()
-        else range(len(program.steps))
-    )
 
 
 def combination(

@@ -13,20 +13,18 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from sp_core.collectives.combining import combination, rewritten
+from sp_core.collectives.combining import combination
 from sp_core.communicator import Communicator
 from sp_core.programs import (
     OWN,
     SLOTS,
     Buffer,
-    Cost,
     Message,
     Operation,
     Program,
@@ -55,7 +53,8 @@ def bind(
     Args:
         comm: the communicator whose ranks run the collective.
         operation: this rank's view of the collective.
-        send, recv: flat contiguous input and output (IN and OUT); None if this rank has none.
+        send, recv: flat contiguous input and output (IN and OUT); None if this rank has none. They
+            are one object, or share no memory.
         algorithm: a name of `sp_core.programs.ALGORITHMS`, but not "auto".
         scratch: provides scratch memory.
         resident: whether all ranks have agreed that IN lies in tensors of one call of
@@ -137,11 +136,6 @@ class Ready(ABC):
         """Give the scratch memory back, for other collectives. This one cannot run afterwards."""
         self._scratch.give(self._block)
 
-    def _count(self, cost: Cost) -> None:
-        self.comm.counters[self.name].add(
-            messages=cost.messages, bytes_sent=cost.bytes_sent, scratch=cost.scratch
-        )
-
     def _view(self, region: Region) -> Tensor:
         return self._memory[region.rank, region.buffer][region.start : region.stop]
 
@@ -222,21 +216,13 @@ class Library(Ready):
             return self.comm.transport.prepare(self.operation, *self._buffers)
 
 
-@dataclass(frozen=True)
-class BoundStep:
-    """Hold one step of a program: its messages, and `work`, the calls that sum and copy.
-
-    Step number `rewritten` overwrites memory of these sends, so it begins once they are complete.
-    """
-
-    sends: Bound
-    recvs: Bound
-    work: tuple[Work, ...]
-    rewritten: int
-
-
 class BoundProgram(Ready):
-    """Run a collective by messages, as `program`, the last argument, describes."""
+    """Run a collective by messages, as `program`, the last argument, describes.
+
+    Attributes:
+        steps: for each step, (sends, receives, the calls that sum and copy, the number of the step
+            that overwrites memory of the sends, and so begins once they are complete).
+    """
 
     def __init__(
         self,
@@ -254,7 +240,10 @@ class BoundProgram(Ready):
         recvs = [self._messages(step.receives) for step in program.steps]
         self._sends, self._recvs = list(chain(*sends)), list(chain(*recvs))
         bound = (map(comm.transport.bind, messages) for messages in (sends, recvs))
-        self.steps = list(map(BoundStep, *bound, work, rewritten(program, *self._buffers)))
+        rewritten = program.rewritten_in_place if send is recv else program.rewritten
+        self.steps: list[tuple[Bound, Bound, tuple[Work, ...], int]] = list(
+            zip(*bound, work, rewritten, strict=True)
+        )
 
     def _messages(self, messages: Iterable[Message]) -> list[tuple[int, Tensor]]:
         return [(message.peer, self._view(message.region)) for message in messages]
@@ -265,7 +254,7 @@ class BoundProgram(Ready):
         On a device, the work of the run follows what was queued on the current stream before. The
         handle may be tested on any stream.
         """
-        self._count(self._cost)
+        self.comm.counters[self.name].add(**self._cost)
         used(self._block)
         running = Running(self, self.comm.transport.announce(self._sends, self._recvs))
         return ordered(
@@ -317,21 +306,21 @@ class Running:
             and self._posted < len(bound.steps)
             and self._have_left(self._posted)
         ):
-            step = bound.steps[self._posted]
-            handle = self._begin(step) if step.sends or step.recvs else _DONE
+            sends, recvs, work, rewritten = bound.steps[self._posted]
+            handle = self._begin(sends, recvs, rewritten) if sends or recvs else _DONE
             self._posted += 1
-            self._under_way.append((handle, step.work))
+            self._under_way.append((handle, work))
 
-    def _begin(self, step: BoundStep) -> Handle:
+    def _begin(self, sends: Bound, recvs: Bound, rewritten: int) -> Handle:
         """Post the messages of a step, and return the handle that its combinations wait for.
 
         `_leaving` keeps the handle of the sends if only later steps must wait for these.
         """
         transport = self._bound.comm.transport
-        if not step.sends or step.rewritten == self._posted:
-            return transport.post(step.sends, step.recvs, self._tag)
-        handle = transport.post((), step.recvs, self._tag) if step.recvs else _DONE
-        self._leaving.append((step.rewritten, transport.post(step.sends, (), self._tag)))
+        if not sends or rewritten == self._posted:
+            return transport.post(sends, recvs, self._tag)
+        handle = transport.post((), recvs, self._tag) if recvs else _DONE
+        self._leaving.append((rewritten, transport.post(sends, (), self._tag)))
         return handle
 
     def _have_left(self, step: int) -> bool:
@@ -380,7 +369,7 @@ class BoundWindow(Ready):
             f"{operation.op} in a window: {operation.reduction}, {operation.longest} x "
             f"{self.dtype}, {operation.root}"
         )
-        self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
+        self._bound: dict[int, tuple[list[tuple[Work, ...]], dict[str, int]]] = {}
 
     def begin(self, *, once: bool = False) -> Handle:
         """Begin a run of the collective, in the same order on all ranks, and return its handle."""
@@ -391,7 +380,7 @@ class BoundWindow(Ready):
                 work = self._work(program, self._window.memory.copying)
             self._bound[first] = work, cost(program, self.dtype)
         steps, figures = self._bound[first]
-        self._count(figures)
+        self.comm.counters[self.name].add(**figures)
         after = self.release if once else None
         # copies of a device do not keep their memory alive
         return self._window.start(steps, self._what, keep=self, after=after)

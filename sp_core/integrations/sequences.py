@@ -67,22 +67,18 @@ def check_inputs(given: Mapping[str, Any], config: Any, grid: Grid) -> None:
 
 
 def _check_values(given: Mapping[str, Any], config: Any) -> None:
-    """Raise ValueError for tokens, labels, documents or padding that no forward takes."""
+    """Raise ValueError for tokens, labels, documents or padding that no forward takes.
+
+    A mask may hide only padding at the end of rows, whose labels, if any, must be IGNORED. A mask
+    together with several documents in a row is refused.
+    """
     labels, mask = given.get("labels"), given.get("attention_mask")
     check_tokens(given["input_ids"], config)
     if labels is not None:
         check_labels(labels, config.vocab_size)
     _, documents = positions_of(given)
-    if mask is not None:
-        _check_padding(mask, labels, documents)
-
-
-def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
-    """Raise ValueError unless `mask` hides only padding at the end of rows.
-
-    The labels of padding, if there are labels, must be IGNORED. A mask together with several
-    documents in a row is refused as well.
-    """
+    if mask is None:
+        return
     seen = mask.bool()
     if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
         raise ValueError(

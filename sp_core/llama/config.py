@@ -116,8 +116,8 @@ class LlamaConfig:
                 "the first must be a multiple of the second."
             )
         tokens = {name: _tokens(name, getattr(self, name)) for name in _TOKENS}
-        object.__setattr__(self, "eos_token_id", tokens["eos_token_id"])
-        object.__setattr__(self, "rope_scaling", _scaling(self.rope_scaling or {}))
+        scaling = _scaling(self.rope_scaling or {})
+        vars(self).update(eos_token_id=tokens["eos_token_id"], rope_scaling=scaling)
 
     @property
     def layer_weights(self) -> int:
@@ -191,7 +191,7 @@ class LlamaConfig:
         if missing:
             raise CheckpointError(f"the configuration lacks {', '.join(missing)}.")
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
-        divides = _is_size(heads) and _is_size(hidden)
+        divides = all(isinstance(n, int) and type(n) is not bool and n > 0 for n in (heads, hidden))
         inferred = {"num_key_value_heads": heads, "head_dim": hidden // heads if divides else 1}
         return cls(**{**inferred, **given, **_rope(values)})
 
@@ -253,11 +253,6 @@ def _tokens(name: str, given: Any) -> tuple[int, ...]:
             f"{name}={given!r} was given, needed a number, a list of numbers, or null."
         )
     return tokens
-
-
-def _is_size(value: object) -> bool:
-    """Return whether a value is an int of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_only(values: Mapping[str, Any]) -> None:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
-from sp_core.attention import Logits, block_attention, merge_into
-from sp_core.attention.function import without_autocast
+from sp_core.attention import Logits, block_attention, merge_into, without_autocast
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError

@@ -26,8 +26,6 @@ from sp_core.segments import split_ranges
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-OnToken = Callable[[int, int], None]
-"""Called with the index of a prompt and the next token of that prompt."""
 _NONE = -1  # stands for the token after logits that are not finite
 
 
@@ -108,7 +106,7 @@ def generate(
     stop: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
     tokenizer: "Tokenizer | None" = None,
-    on_token: OnToken | None = None,
+    on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """Continue prompts with new tokens. Every rank of the mesh calls this.
 

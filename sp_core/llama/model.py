@@ -24,8 +24,7 @@ from sp_core.errors import CollectiveMismatch, DtypeError
 from sp_core.llama.config import LlamaConfig, check_ranks, check_tokens, stage_layers
 from sp_core.llama.grid import Grid
 from sp_core.llama.names import checkpoint_name
-from sp_core.mask import Mask, Positions
-from sp_core.mask.definition import document_positions
+from sp_core.mask import Mask, Positions, document_positions
 from sp_core.mesh import Mesh
 from sp_core.nn.block import ParallelBlock, blocks_in
 from sp_core.nn.gradients import Placement, placement_of

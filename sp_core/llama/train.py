@@ -47,8 +47,7 @@ from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import next_token_labels
 from sp_core.nn.memory import Saving
 from sp_core.nn.replicated import learning
-from sp_core.segments import split_ranges
-from sp_core.sharding import Sharding
+from sp_core.sharding import Sharding, split_ranges
 
 RECORD = "training.json"
 Layout = Callable[[int, int], Sharding]

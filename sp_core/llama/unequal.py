@@ -12,7 +12,7 @@ Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T te
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import cast
 from zlib import crc32
 
@@ -26,7 +26,7 @@ from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig, Tokens, check_sequences
 from sp_core.llama.model import Llama, Pass, check_model
 from sp_core.llama.train import packed
-from sp_core.mask.definition import document_positions
+from sp_core.mask import document_positions
 from sp_core.scheduling import Assignment, Work
 from sp_core.segments import grouped
 from sp_core.sharding import Sharding, split_sizes
@@ -111,9 +111,10 @@ def compute(
     rows: Rows = {}
     for number in plan.sharded:
         rows |= _computed(model, (number,), sequences, plan)
-    for numbers in grouped(plan.packed[model.grid.sequence.rank], plan.tokens, pass_tokens):
-        rows |= _computed(model, numbers, sequences, plan, alone=True)
-    for numbers in _taken(model, list(grouped(plan.waiting, plan.tokens, pass_tokens))):
+    for numbers in chain(
+        grouped(plan.packed[model.grid.sequence.rank], plan.tokens, pass_tokens),
+        _taken(model, list(grouped(plan.waiting, plan.tokens, pass_tokens))),
+    ):
         rows |= _computed(model, numbers, sequences, plan, alone=True)
     return rows
 

@@ -8,7 +8,19 @@ mask of this library is a band of indices, lo <= i - j <= hi for query i and key
 found for pairs of runs (rectangles, triangles, thin tiles along the diagonal), not for each token.
 """
 
-from sp_core.mask.blocks import Block, plan_blocks
-from sp_core.mask.definition import Mask, Positions, position_tensor
-
-__all__ = ["Block", "Mask", "Positions", "plan_blocks", "position_tensor"]
+from sp_core.mask.blocks import (
+    Block as Block,
+    band_mask as band_mask,
+    plan_blocks as plan_blocks,
+    runs as runs,
+)
+from sp_core.mask.definition import (
+    FAR64 as FAR64,
+    HashedOnce as HashedOnce,
+    Mask as Mask,
+    Positions as Positions,
+    count_visible as count_visible,
+    document_positions as document_positions,
+    limits as limits,
+    position_tensor as position_tensor,
+)

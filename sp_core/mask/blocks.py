@@ -43,7 +43,6 @@ class Block(NamedTuple):
         kv_start, kv_stop: indices of the keys, kv_start to kv_stop - 1.
         kind: "full": every pair is visible. "causal": as many keys as queries, and row r sees
             column c if c <= r. "partial": some pairs are visible.
-        pairs: the number of visible pairs.
         band: (lo, hi) of a partial block in which row r sees column c if lo <= r - c <= hi; each
             query then sees a key, and each key is seen. None for full and causal blocks, and for
             partial blocks whose visible pairs must be computed from the positions.
@@ -54,7 +53,6 @@ class Block(NamedTuple):
     kv_start: int
     kv_stop: int
     kind: Kind
-    pairs: int
     band: tuple[int, int] | None = None
 
     @property
@@ -269,10 +267,10 @@ def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> I
     if least <= low and high <= greatest and first == 0 == last:
         yield _full(rows, columns)
     elif max(len(rows), len(columns)) <= CHUNK:
-        pairs = int(mask.allowed(q[0], kv[0]).sum())
-        kind: Kind = "full" if pairs == len(rows) * len(columns) else "partial"
-        if pairs:
-            yield Block(rows.start, rows.stop, columns.start, columns.stop, kind, pairs)
+        visible = mask.allowed(q[0], kv[0])
+        if visible.any():
+            kind: Kind = "full" if visible.all() else "partial"
+            yield Block(rows.start, rows.stop, columns.start, columns.stop, kind)
     else:
         for i in _halves(len(rows)):
             for j in _halves(len(columns)):
@@ -320,7 +318,7 @@ def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
     size = columns.stop - corner
     if corner > columns.start:
         yield _full(rows[:size], range(columns.start, corner))
-    yield Block(rows.start, rows.start + size, corner, columns.stop, "causal", _triangle(size))
+    yield Block(rows.start, rows.start + size, corner, columns.stop, "causal")
     if size < len(rows):
         yield _full(rows[size:], columns)
 
@@ -346,21 +344,12 @@ def _tile(rows: range, columns: range, lo: int, hi: int) -> Block:
     """
     columns = range(rows.start - hi, min(columns.stop, rows.stop - lo))
     lo = max(lo - hi, -len(columns))
-    hidden = _triangle(len(rows) - 1) + _triangle(len(columns) - 1 + lo)
-    pairs = len(rows) * len(columns) - hidden
-    return Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, (lo, 0))
-
-
-def _triangle(length: int) -> int:
-    """Return 1 + 2 + ... + length; 0 if the length is negative."""
-    return max(length, 0) * (length + 1) // 2
+    return Block(rows.start, rows.stop, columns.start, columns.stop, "partial", (lo, 0))
 
 
 def _full(rows: range, columns: range) -> Block:
     """Return the block of the queries `rows` and keys `columns`, with every pair visible."""
-    return Block(
-        rows.start, rows.stop, columns.start, columns.stop, "full", len(rows) * len(columns)
-    )
+    return Block(rows.start, rows.stop, columns.start, columns.stop, "full")
 
 
 def _joined(blocks: Iterable[Block]) -> list[Block]:

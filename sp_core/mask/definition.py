@@ -7,7 +7,8 @@ positions b_i to b_(i+1) - 1.
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import pairwise
 from operator import index
 from typing import Any
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from sp_core.arguments import check, plain
 from sp_core.errors import ShapeError
-from sp_core.hashing import HashedOnce
 from sp_core.segments import Joined
 
 FAR = 1 << 100  # stands for no limit: greater than any difference of positions times any step
@@ -28,6 +28,29 @@ sum of it and a position does not overflow."""
 Positions = range | Sequence[int] | Tensor | Joined
 """Global positions of tokens: a range, a sequence of ints, or an integer tensor (S,). Schemes
 pass a `Joined` for a shard of several segments; public functions do not take one."""
+
+
+@dataclass(frozen=True)
+class HashedOnce:
+    """Compute the hash of a frozen dataclass once: caches look it up in every step of a ring.
+
+    A subclass repeats `__hash__ = HashedOnce.__hash__`, because `dataclass` would make another one.
+    """
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields only: in another process the hash of Python 3.11 may differ."""
+        return type(self), self._values
+
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,7 @@ class Weight(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or pickled module, and the placements that copied parameters lose."""
-        base: Any = super()
-        base.__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._place()
 
     def _load_from_state_dict(self, *given: Any, **named: Any) -> None:

@@ -268,22 +268,18 @@ class Program:
     depth: int = 1
 
     @cached_property
-    def figures(self) -> tuple[int, int, int, int, int]:
-        """Return five integers from which `cost` computes the cost of the program.
+    def figures(self) -> tuple[int, int, int]:
+        """Return three integers from which `cost` computes the cost of the program.
 
         The integers are: how many messages this rank sends (in shared memory, regions it reads from
-        other ranks); elements in these; elements of the longest message sent or received; steps
-        with messages; elements of the longest combination of three or more parts.
+        other ranks); elements in these; elements of the longest combination of three or more parts.
         """
         sends = [message.region for step in self.steps for message in step.sends]
-        received = [message.region for step in self.steps for message in step.receives]
         combined = [combine for step in self.steps for combine in step.then]
         read = [part for combine in combined for part in combine.parts if part.rank != OWN]
         return (
             len(sends) + len(read),
             sum(map(len, [*sends, *read])),
-            max(map(len, [*sends, *received]), default=0),
-            sum(bool(step.sends or step.receives) for step in self.steps),
             max((len(combine.into) for combine in combined if len(combine.parts) > 2), default=0),
         )
 

@@ -5,7 +5,6 @@ names that callers pass as `algorithm=`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pkgutil import resolve_name
 
@@ -185,30 +184,13 @@ def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(ALGORITHMS, "auto") | dict(choice)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Hold the cost of a program for one rank.
+def cost(program: Program, dtype: torch.dtype) -> dict[str, int]:
+    """Return a program's messages, bytes and scratch memory, as arguments of `Count.add`.
 
-    Attributes:
-        messages: how many messages the rank sends; in shared memory, how many regions it reads from
-            other ranks.
-        bytes_sent: bytes in these messages or regions.
-        largest: bytes of the longest message that the rank sends or receives.
-        steps: how many steps have messages.
-        scratch: bytes of scratch memory, the float32 buffers for sums of half types included.
+    The elements have type `dtype`. Scratch memory includes the float32 buffers for sums of half
+    types.
     """
-
-    messages: int
-    bytes_sent: int
-    largest: int
-    steps: int
-    scratch: int
-
-
-def cost(program: Program, dtype: torch.dtype) -> Cost:
-    """Return the messages, bytes and scratch memory of a program on elements of type `dtype`."""
-    messages, sent, largest, steps, _ = program.figures
-    scratch = program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(
-        program, dtype
-    )
-    return Cost(messages, sent * dtype.itemsize, largest * dtype.itemsize, steps, scratch)
+    messages, sent, _ = program.figures
+    wide = 2 * torch.float32.itemsize * wide_length(program, dtype)
+    scratch = program.scratch * dtype.itemsize + wide
+    return {"messages": messages, "bytes_sent": sent * dtype.itemsize, "scratch": scratch}

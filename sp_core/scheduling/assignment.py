@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from sp_core.arguments import check, check_type, plain
 from sp_core.errors import ShapeError
-from sp_core.segments import split_ranges
-from sp_core.sharding import Sharding
+from sp_core.sharding import Sharding, split_ranges
 
 
 @dataclass(frozen=True)
@@ -189,8 +188,6 @@ def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
     return taken
 
 
-Policy = Callable[[Sequence[int], int, Work], Assignment]
-"""Function of (each sequence's length, number of ranks, cost) that makes an `Assignment`."""
 TOLERANCE = 0.02
 """The share by which the greatest load of `balanced` may exceed the mean load."""
 
@@ -298,14 +295,14 @@ def padded(lengths: Sequence[int], size: int, work: Work) -> Assignment:
     return replace(round_robin(lengths, size, work), padded_to=max(lengths, default=0))
 
 
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, Callable[[Sequence[int], int, Work], Assignment]] = {
     "balanced": balanced,
     "dynamic": dynamic,
     "round_robin": round_robin,
     "contiguous": contiguous,
     "padded": padded,
 }
-"""Name of each policy -> the function that makes its `Assignment`."""
+"""Name of each policy -> the function of (lengths, number of ranks, cost) that assigns."""
 
 
 def _longest_first(

@@ -20,15 +20,12 @@ from typing import Literal
 from sp_core import arguments
 from sp_core.errors import ShapeError
 
-Direction = Literal["F", "B"]
-"""Forward or backward."""
-
 
 @dataclass(frozen=True)
 class Slot:
     """Name the forward ("F") or the backward ("B") of micro-batch number `batch` on a stage."""
 
-    direction: Direction
+    direction: Literal["F", "B"]
     batch: int
 
 

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from sp_core.communicator import Communicator
 from sp_core.schemes.problem import KeyValue, Problem
-from sp_core.transport import Done, Handle, Window, wait
-from sp_core.transport.shared import Regions, Spec
+from sp_core.transport import Done, Handle, Regions, Spec, Window, wait
 
 
 def may_share(comm: Communicator, op: str) -> bool:

@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sp_core.mask import Mask
-from sp_core.mask.definition import FAR64, limits
+from sp_core.mask import FAR64, Mask, limits
 from sp_core.segments import Segment
 from sp_core.sharding import Sharding
 

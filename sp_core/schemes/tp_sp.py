@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sp_core.arguments import check_gradients
-from sp_core.attention import accumulation_dtype
-from sp_core.attention.function import Saved, differentiable_once
+from sp_core.attention import Saved, accumulation_dtype, differentiable_once
 from sp_core.collectives.maps import AllGather, ReduceScatter, one_ahead
 from sp_core.communicator import Communicator
 from sp_core.compiling import EagerFunction

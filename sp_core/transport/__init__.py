@@ -14,48 +14,28 @@ from sp_core.errors import DeviceError, short_text
 from sp_core.machine import local_rank
 from sp_core.observer import observer_of
 from sp_core.transport.base import (
-    Bound,
-    Broken,
-    Done,
-    Handle,
-    HostWrapper,
-    Intracomm,
-    Messages,
-    Transfer,
-    Transport,
-    on_stream,
-    ordered,
-    wait,
+    Bound as Bound,
+    Broken as Broken,
+    Done as Done,
+    Handle as Handle,
+    HostWrapper as HostWrapper,
+    Intracomm as Intracomm,
+    Messages as Messages,
+    Transfer as Transfer,
+    Transport as Transport,
+    on_stream as on_stream,
+    ordered as ordered,
+    wait as wait,
 )
-from sp_core.transport.host import HostTransport
-from sp_core.transport.shared import NotShared, Work, this_machine
-from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
-
-__all__ = [
-    "MAY_BE_REFUSED",
-    "MESSAGES",
-    "NAMES",
-    "Bound",
-    "Broken",
-    "Done",
-    "Handle",
-    "HostTransport",
-    "HostWrapper",
-    "Intracomm",
-    "Messages",
-    "Transfer",
-    "Transport",
-    "Window",
-    "Work",
-    "choose",
-    "count_devices",
-    "make_transport",
-    "make_window",
-    "named_device",
-    "on_stream",
-    "ordered",
-    "wait",
-]
+from sp_core.transport.host import HostTransport as HostTransport
+from sp_core.transport.shared import (
+    NotShared,
+    Regions as Regions,
+    Spec as Spec,
+    Work as Work,
+    this_machine,
+)
+from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window as Window
 
 NAMES = {
     "cpu": ("host", "window", "distributed"),

@@ -5,20 +5,21 @@ file. `find`, `load`, `latest` and `save` read and write such files. `predict` a
 from the constants. Nothing here communicates or imports MPI.
 """
 
-from sp_core.tuning.files import FileError, default_path, find, latest, load, save
-from sp_core.tuning.model import LINKS, Curve, Tuning, decide, modelled, predict
-
-__all__ = [
-    "LINKS",
-    "Curve",
-    "FileError",
-    "Tuning",
-    "decide",
-    "default_path",
-    "find",
-    "latest",
-    "load",
-    "modelled",
-    "predict",
-    "save",
-]
+from sp_core.tuning.files import (
+    FOLDER as FOLDER,
+    VARIABLE as VARIABLE,
+    FileError as FileError,
+    default_path as default_path,
+    find as find,
+    latest as latest,
+    load as load,
+    save as save,
+)
+from sp_core.tuning.model import (
+    LINKS as LINKS,
+    Curve as Curve,
+    Tuning as Tuning,
+    decide as decide,
+    modelled as modelled,
+    predict as predict,
+)
