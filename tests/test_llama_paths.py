@@ -130,6 +130,14 @@ def test_a_scaling_takes_entries_beside_it(entries: dict[str, Any], kept: object
     assert LlamaConfig.from_dict(values).rope_scaling == kept
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_sizes_that_a_file_lacks_follow_from_the_others(heads: int) -> None:
+    """As in transformers: each query head has a key/value head, and all fill the hidden size."""
+    values = {**CASE.config.to_dict(), "hidden_size": 12, "num_attention_heads": heads}
+    config = LlamaConfig.from_dict(values | {"num_key_value_heads": None, "head_dim": None})
+    assert (config.num_key_value_heads, config.head_dim) == (heads, 12 // heads)
+
+
 @spmd(2)
 def test_a_single_file_is_read_rather_than_an_index(comm: Any, tmp_path: Path) -> None:
     """As in transformers, an index that an earlier save has left is not read."""
