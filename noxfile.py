@@ -324,6 +324,7 @@ def package(session: nox.Session) -> None:
     ranks = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--")
     session.run(*pytest, "tests/example_project")  # the kit's tutorial
     session.run(*ranks, *pytest, "--with-mpi", "tests/example_project", **PATIENCE)
+    session.install("-c", CONSTRAINTS, f"sp-core[bench] @ {wheel.as_uri()}")  # for the next tests
     files = ("readme", "examples", "llama_command", "sharding")
     session.run(*pytest, *(f"tests/test_{name}.py" for name in files), **PATIENCE)
 
