@@ -78,7 +78,7 @@ def mpi_library() -> str | None:
     It is libmpich in Debian, and libmpi_gnu_123 or the like on a Cray. Libraries of other
     languages and for GPU memory lie beside it.
     """
-    return loaded_library(r"libmpi(?:ch)?(?:_(?!cxx|gtl|java|mpifh|usempi)\w+)?")
+    return loaded_library(r"libmpi(?:ch)?(?:_(?!\w*(?:cxx|gtl|java|mpifh|usempi))\w+)?")
 
 
 def node_number() -> int:

@@ -122,6 +122,7 @@ def test_a_library_is_found_among_those_that_are_loaded(monkeypatch: pytest.Monk
         ("libmpi_cxx.so.40 libmpi_mpifh.so.40 libmpi.so.40", "libmpi.so.40"),
         ("libmpicxx.so.12 libmpich.so.12", "libmpich.so.12"),  # of Debian and Ubuntu
         ("libmpi_gtl_cuda.so.0 libmpi_gnu_123.so.12", "libmpi_gnu_123.so.12"),  # of Cray
+        ("libmpi_ibm_mpifh.so.3 libmpi_ibm.so.3", "libmpi_ibm.so.3"),
         ("libmpi-5f3a.so.40", "libmpi-5f3a.so.40"),
         ("libmpifort.so.12 libmpi_usempif08.so.40 libmpi_java.so.40 libempich.so", None),
     ],
