@@ -227,7 +227,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda f: (f / RECORD).write_text('{"format": 1}'),
     ),
     "a record of an older version": (
-        f"{RECORD} has format None, and this version of sp_core reads 1. Resume it with",
+        f"{RECORD} has format None, and this version of sp_core reads 1. If the file is damaged",
         lambda f: edited(lambda x: drop("format", x), f),
     ),
     "a record of a newer version": (

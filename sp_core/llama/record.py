@@ -144,8 +144,9 @@ def check_record(path: Path, record: dict[str, Any], now: dict[str, Any]) -> Non
     """
     if (found := record.get("format")) != FORMAT:
         raise CheckpointError(
-            f"{path} has format {found!r:.100}, and this version of sp_core reads {FORMAT}. Resume "
-            "it with the version that wrote it, or start again from its weights."
+            f"{path} has format {found!r:.100}, and this version of sp_core reads {FORMAT}. If the "
+            "file is damaged, copy it again. Else resume the training with the state of sp_core "
+            "that wrote it, or start again from its weights."
         )
     if isinstance(of := record.get("of"), dict):  # first: other kinds of parts have other entries
         _check_kinds(path, of, now["of"])
