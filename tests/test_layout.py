@@ -162,7 +162,7 @@ def test_imports_go_one_way() -> None:
             "from sp_core.attention import local_attention",
             [turned_arrows, foreign],
         ),
-        ("sp_core/schemes/ring.py", "from sp_core.schemes.problem import agree", []),
+        ("sp_core/schemes/ring.py", "from sp_core.schemes.problem import check_call", []),
         ("sp_core/schemes/ring.py", "from . import problem", []),
         ("sp_core/schemes/ring.py", "from sp_core import agreement\nimport torch", []),
     ],

@@ -62,7 +62,7 @@ def forward(
     """Run a CUDA kernel on one block. Return out (B, H, Sq, D) and lse (B, H, Sq).
 
     Args:
-        backend: "flash_cuda", for which cuDNN runs if torch prefers it, or "efficient_cuda".
+        backend: "flash_cuda" (cuDNN's kernel runs if torch prefers it), or "efficient_cuda".
         q: (B, H, Sq, D).
         k, v: (B, K, Sk, D).
         causal: whether key j is visible to query i only if j <= i.

@@ -182,7 +182,7 @@ def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
             CUDA kernels take a row's maximum before they scale, so they need a positive scale.
 
     Returns:
-        "flash_cpu", "flash_cuda" (or cuDNN where torch prefers it), "efficient_cuda" or "plain".
+        "flash_cpu", "flash_cuda" (cuDNN's kernel may run for it), "efficient_cuda" or "plain".
     """
     device_type, dtype, head_dim = q.device.type, q.dtype, q.shape[-1]
     if logits.needs_plain_kernel:

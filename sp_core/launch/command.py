@@ -217,7 +217,8 @@ class Launch:
         rank of a test session has died; a signal has killed a rank; a rank of a plain program has
         failed and ORPHAN_SECONDS later the other ranks run on. Ranks that live have written their
         stacks before a reason is returned. Return "" while all is well. Also return "" once mpiexec
-        has ended, unless a signal killed a rank or a test session left no result.
+        has ended, unless a rank reached its time limit, a signal killed a rank of a plain program,
+        or a test session left no result.
         """
         self.deaths.look(seconds)
         present = {path for name in NAMES for path in SHARED_MEMORY.glob(f"{name}*")}
@@ -315,8 +316,8 @@ def run(
     """Run a command on several ranks until it ends or its time limit is reached.
 
     If the launch has to be ended, print a report on standard error and write the JUnit file that
-    pytest could not write. After an interruption print the results of a test session, with that
-    file; for other programs print nothing.
+    pytest could not write. After an interruption print the results of a test session, and write
+    that file; for other programs print nothing.
 
     Args:
         ranks: number of ranks.

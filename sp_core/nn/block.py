@@ -1,8 +1,9 @@
 """LLaMA's transformer block, whose weights are split over the ranks of a group.
 
-Shapes as in `sp_core.nn.parallel`: B batch, S tokens of this sequence rank, E model dim, F
-feed-forward dim, H heads, K key/value heads, D head dim, T tensor ranks. (B, S or S/T, E) is
-(B, S/T, E) with `lengths`, the number of tokens S/T of each tensor rank, else (B, S, E).
+Shapes as in `sp_core.nn.parallel`: B batch, S tokens (of one sequence rank, if a sequence is
+split), E model dim, F feed-forward dim, H heads, K key/value heads, D head dim, T tensor ranks.
+(B, S or S/T, E) is (B, S/T, E) with `lengths`, the number of tokens S/T of each tensor rank, else
+(B, S, E).
 """
 
 from collections.abc import Callable
@@ -63,8 +64,8 @@ class ParallelBlock(nn.Module):
         own_heads, kv_heads = split_heads(num_heads, num_kv_heads, comm.size)
         cut = tuple((range(part.start * dim, part.stop * dim),) for part in own_heads)
         kv_held = tuple(
-            tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(slots)))
-            for slots in kv_heads
+            tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(read)))
+            for read in kv_heads
         )
         # a rank has only a summand of the gradient of a key/value head that several ranks hold
         shared = sum(map(len, kv_held)) > num_kv_heads

@@ -8,8 +8,9 @@ Outside such pairs each rank holds all tokens, or with Megatron's TP-SP only som
     TP-SP   x_r (B, S/T, E)  all_gather(x_r) W_r^T   ->  reduce_scatter(y_r W_r^T)
 
 `lengths` has the number of tokens S/T of each rank outside the pairs; None means all tokens.
-Shapes: B batch, S tokens of this sequence rank, E model dim, V vocabulary, T tensor ranks. `/T` is
-this rank's part, maybe uneven. (B, S or S/T, E) is (B, S/T, E) with `lengths`, else (B, S, E).
+Shapes: B batch, S tokens (of one sequence rank, if a sequence is split), E model dim, V vocabulary,
+T tensor ranks. `/T` is this rank's part, maybe uneven. (B, S or S/T, E) is (B, S/T, E) with
+`lengths`, else (B, S, E).
 """
 
 from collections.abc import Sequence
