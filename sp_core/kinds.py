@@ -20,7 +20,7 @@ def is_whole(value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    """Return whether `value` is a real number that `float` can convert."""
+    """Return whether `value` is a real number, and no integer or fraction beyond all floats."""
     is_exact = isinstance(value, Rational)  # infinity and NaN are floats, and real
     fits = not is_exact or -sys.float_info.max <= value <= sys.float_info.max
     return isinstance(value, Real) and not isinstance(value, bool) and fits

@@ -43,7 +43,7 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def kept(x: Tensor, key: torch.device | torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-    """Return what `make` returned for this key when first called, kept as an attribute of x."""
+    """Return the tensor for this key, which the first call makes and keeps as an attribute of x."""
     made: dict[torch.device | torch.dtype, Tensor] = vars(x).setdefault("kept", {})
     if key not in made:
         made[key] = make()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
-from sp_core.attention.kernels import FLOATS
+from sp_core.attention import FLOATS
 from sp_core.collectives.api import all_gather
 from sp_core.collectives.differentiable import copy_to_group
 from sp_core.errors import CollectiveMismatch, DtypeError

@@ -185,10 +185,10 @@ def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
 
 
 def cost(program: Program, dtype: torch.dtype) -> dict[str, int]:
-    """Return a program's messages, bytes and scratch memory, as arguments of `Count.add`.
+    """Return what a run sends and holds, as arguments of `sp_core.counters.Count.add`.
 
-    The elements have type `dtype`. Scratch memory includes the float32 buffers for sums of half
-    types.
+    In shared memory, messages are the regions that the rank reads from others. The elements have
+    type `dtype`. Scratch memory includes the float32 buffers for sums of half types.
     """
     messages, sent, _ = program.figures
     wide = 2 * torch.float32.itemsize * wide_length(program, dtype)
