@@ -251,6 +251,8 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
         freed.free()
         x = empty((2, 2)).fill_(comm.rank)
         assert sp.peer(x, comm.rank, comm=group) is x
+        assert group.window is not None
+        assert group.window.number(x.view(-1)[1:]) == -1
         moved = empty((2,)).share_memory_().fill_(comm.rank)
         total = sp.plan("all_reduce", moved, comm=group, algorithm="window").run()
         assert total.tolist() == [sum(range(comm.size))] * 2

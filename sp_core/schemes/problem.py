@@ -200,7 +200,7 @@ def _memory_id(kv: KeyValue, comm: Communicator) -> int:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks or comm.window is None or not all(x.is_contiguous() and not x.is_neg() for x in kv):
         return -1
-    of_k, of_v = (-1 if x.storage_offset() else comm.window.place(x.view(-1)) >> 40 for x in kv)
+    of_k, of_v = (comm.window.number(x.view(-1)) for x in kv)
     return of_k << 31 | of_v
 
 

@@ -335,12 +335,19 @@ class Window:
         )
         return self._all_of(x) if is_whole else []
 
+    def number(self, x: Tensor) -> int:
+        """Return the index of the allocation at whose start the flat tensor x begins, or -1.
+
+        Corresponding allocations have the same index on every rank.
+        """
+        return -1 if x.storage_offset() else self.place(x) >> 40
+
     def place(self, x: Tensor | None) -> int:
         """Return a number that identifies where the flat tensor x begins in shared memory, or -1.
 
-        The number combines the index of the allocation (from bit 40 on) and the offset. It is the
-        same on ranks whose tensors are at the same offset of the same allocation. The number is -1
-        if x is None, was not allocated in this window, or has another dtype than its allocation.
+        The number combines the index of the allocation and the offset. It is the same on ranks
+        whose tensors are at the same offset of the same allocation. The number is -1 if x is None,
+        was not allocated in this window, or has a different dtype than its allocation.
         """
         found = self._allocation(x)
         if x is None or found is None or found.dtype != x.dtype:
