@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.errors import CheckpointError, ShapeError
+from sp_core.kinds import is_whole
 from sp_core.nn.rope import Rope
 from sp_core.scheduling import split_stages
 
@@ -191,7 +192,7 @@ class LlamaConfig:
         if missing:
             raise CheckpointError(f"the configuration lacks {', '.join(missing)}.")
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
-        divides = all(isinstance(n, int) and type(n) is not bool and n > 0 for n in (heads, hidden))
+        divides = all(is_whole(n) and n > 0 for n in (heads, hidden))
         inferred = {"num_key_value_heads": heads, "head_dim": hidden // heads if divides else 1}
         return cls(**{**inferred, **given, **_rope(values)})
 
