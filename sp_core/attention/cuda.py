@@ -1,7 +1,8 @@
 """Call torch's CUDA attention kernels: convert their arguments, and the shape of their lse.
 
 The rest of the package calls `forward` and `backward` for one block of attention, and `sequences`
-and `sequences_backward` for many blocks at once. Shapes as in `sp_core.attention`.
+and `sequences_backward` for many blocks at once. `on_device` and `kept` compute a copy or a mask of
+a tensor once, on any device. Shapes as in `sp_core.attention`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def kept(x: Tensor, key: torch.device | torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-    """Return the tensor for this key, which the first call makes and keeps as an attribute of x."""
+    """Return the result of `make`. The first call with this key keeps it as an attribute of x."""
     made: dict[torch.device | torch.dtype, Tensor] = vars(x).setdefault("kept", {})
     if key not in made:
         made[key] = make()

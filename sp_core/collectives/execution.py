@@ -54,8 +54,8 @@ def bind(
         comm: the communicator whose ranks run the collective.
         operation: this rank's view of the collective.
         send, recv: flat contiguous input and output (IN and OUT); None if this rank has none. They
-            are one object, or share no memory; of two views of one memory, sums could overwrite
-            what is still being sent.
+            are one object, or share no memory: if two views overlap, sums may overwrite what is
+            still being sent.
         algorithm: a name of `sp_core.programs.ALGORITHMS`, but not "auto".
         scratch: provides scratch memory.
         resident: whether all ranks have agreed that IN lies in tensors of one call of

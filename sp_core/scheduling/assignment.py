@@ -302,7 +302,7 @@ POLICIES: dict[str, Callable[[Sequence[int], int, Work], Assignment]] = {
     "contiguous": contiguous,
     "padded": padded,
 }
-"""Name of each policy -> the function of (lengths, number of ranks, cost) that makes its plan."""
+"""Name of each policy -> function of (lengths, number of ranks, cost) that makes an Assignment."""
 
 
 def _longest_first(

@@ -183,11 +183,11 @@ def _gradients(
         if step and dq is None:
             dq = torch.zeros_like(q, dtype=like.dtype)
         if held is not None:
-            ranges = queries, keys = problem.part(positions) if step else (slice(None), keys)
+            part = queries, keys = problem.part(positions) if step else (slice(None), keys)
             dkv: list[Tensor | None] = [None, None]
             for heads, kv in visit_groups:
                 group_dq, *grads = block_gradients(
-                    upstream, held, positions, (heads, kv), problem, ranges
+                    upstream, held, positions, (heads, kv), problem, part
                 )
                 if step == 0:
                     dq = _with_heads(dq, heads, group_dq, q.shape[1])

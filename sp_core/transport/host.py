@@ -109,8 +109,7 @@ class HostTransport(Transport):
     def announce(self, sends: Messages, recvs: Messages) -> Handle:
         """Tell the communicator's observer which messages this rank will post later.
 
-        Nothing is sent. Observers of tests compare these calls between ranks; `Notices` ignores
-        them.
+        Nothing is sent. `Transport.announce` says which observers look at it.
         """
         return self.in_order(partial(self._say, sends, recvs, later=True))
 
@@ -139,8 +138,7 @@ class HostTransport(Transport):
     def _say(self, sends: Messages, recvs: Messages, *, later: bool) -> None:
         """Tell the communicator's observer which messages this rank posts. Nothing is sent.
 
-        Observers of tests compare these calls between ranks; `Notices` ignores them. Sizes are
-        given as generators, so `Notices` never computes them.
+        Sizes are given as generators, so `Notices`, which ignores them, never computes them.
 
         Args:
             sends, recvs: the messages.
@@ -216,8 +214,7 @@ class OverHost(Transport):
     def announce(self, sends: Messages, recvs: Messages) -> Handle:
         """Tell the communicator's observer which messages this rank will post later.
 
-        Nothing is sent. Observers of tests compare these calls between ranks; `Notices` ignores
-        them.
+        Nothing is sent. `Transport.announce` says which observers look at it.
         """
         return self.in_order(partial(self._host.announce, sends, recvs))
 
