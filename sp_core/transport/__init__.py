@@ -85,7 +85,7 @@ def make_transport(
     """
     chosen, kind = choose(name, device), device.type
     of_group = observer_of(comm).make_transport(str(chosen), poll)
-    host = of_group or HostTransport(comm, str(chosen))
+    host: Transport = of_group or HostTransport(comm, str(chosen))
     if isinstance(chosen, HostWrapper):
         return chosen.over(host)
     if kind == "cpu" and (of_group or chosen != "distributed"):
@@ -177,7 +177,7 @@ def named_device(device: torch.device | str | int | None, rank: int) -> torch.de
 
 
 def _staged(
-    name: str, host: HostTransport, device: torch.device, size: int, poll: Callable[[], None]
+    name: str, host: Transport, device: torch.device, size: int, poll: Callable[[], None]
 ) -> Transport:
     """Return a transport that copies device tensors through host memory and sends them with `host`.
 

@@ -93,6 +93,10 @@ class Transport(Protocol):
         """
         ...
 
+    def start_early(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Begin as `start`, though other ranks may first wait for messages of this rank."""
+        return self.start(operation, send, recv)
+
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages and return one handle for all of them.
 
@@ -159,8 +163,8 @@ class HostWrapper(Protocol):
     checks this.
     """
 
-    def over(self, host: Any) -> Transport:
-        """Return a transport that sends its messages through `host`, a `HostTransport`."""
+    def over(self, host: Transport) -> Transport:
+        """Return a transport that sends its messages through `host`, which sends host tensors."""
         ...
 
 

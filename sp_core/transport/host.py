@@ -97,7 +97,7 @@ class HostTransport(Transport):
         return Transfer([call().Test], call, partial(in_turn, *after))
 
     def start_early(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin as `start`, though other ranks may first wait for messages of this rank."""
+        """Begin as `start`, after telling the observer that other ranks may first wait."""
         self._observer.announce_early()
         return self.start(operation, send, recv)
 

@@ -23,9 +23,18 @@ from torch import Tensor
 
 from sp_core.programs import Operation
 from sp_core.progress import of_this_rank
-from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, ordered, wait
+from sp_core.transport.base import (
+    Bound,
+    Done,
+    Handle,
+    Messages,
+    Transfer,
+    Transport,
+    ordered,
+    wait,
+)
 from sp_core.transport.cuda import CudaStreams
-from sp_core.transport.host import HostTransport, OverHost, beside, in_turn
+from sp_core.transport.host import OverHost, beside, in_turn
 from sp_core.transport.queue import Queue, Steps, until
 
 PIECE_BYTES, MOST_BYTES = 1 << 20, 1 << 23
@@ -48,7 +57,7 @@ class StagedTransport(OverHost):
 
     name = "staged"
 
-    def __init__(self, host: HostTransport, device: torch.device) -> None:
+    def __init__(self, host: Transport, device: torch.device) -> None:
         self._host, self._device = host, device
 
     def prepare(
@@ -148,11 +157,9 @@ class PipelinedTransport(OverHost):
         poll: called while a prepared collective waits, so that other transfers make progress.
     """
 
-    _host: HostTransport
-
     def __init__(
         self,
-        host: HostTransport,
+        host: Transport,
         streams: CudaStreams,
         size: int,
         *,

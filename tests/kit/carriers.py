@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from oracle.fake_device import DelayedStreams
 from oracle.link import LinkModel
 
 import sp_core as sp
 from sp_core.observer import observer_of
-from sp_core.transport import Handle
+from sp_core.transport import Handle, Transport, make_transport
 from sp_core.transport.host import TAG, HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 
@@ -91,16 +92,21 @@ def narrow_transport(raw: Any, most: int) -> HostTransport:
     return HostTransport(narrow, max_count=most)
 
 
+def host(comm: sp.Communicator) -> Transport:
+    """Return the transport of host memory that others wrap, over mpi4py or over gloo."""
+    return make_transport("host", comm._comm, torch.device("cpu"), comm.poll)
+
+
 def carriers(part: int = 3) -> dict[str, Callable[[sp.Communicator], Any]]:
     """Return the transports by name; some cut messages into parts of about `part` elements."""
     return {
-        "host": lambda comm: HostTransport(comm._comm),
+        "host": host,
         "host in parts": lambda comm: narrow_transport(comm._comm, part),
-        "staged": lambda comm: StagedTransport(HostTransport(comm._comm), comm.device),
+        "staged": lambda comm: StagedTransport(host(comm), comm.device),
         "late sends": lambda comm: LateSends(comm._comm),
-        "link": lambda comm: LinkModel(2e-5, 1e8).over(HostTransport(comm._comm)),
+        "link": lambda comm: LinkModel(2e-5, 1e8).over(host(comm)),
         "pipelined": lambda comm: PipelinedTransport(
-            HostTransport(comm._comm),
+            host(comm),
             DelayedStreams(*ANY[comm.rank % len(ANY) :]),
             comm.size,
             chunk_bytes=part * 21 + 1,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.carriers import CARRIERS
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -110,6 +111,22 @@ def test_memory_and_numbers_are_shared_without_mpi(transport: str) -> None:
         if transport == "window":
             assert sp.peer(x, group.size - 1, comm=group).tolist() == [group.size - 1] * 3
         sp.fence(comm=group)
+
+
+@pytest.mark.parametrize("way", ["staged", "pipelined"])
+def test_tensors_of_a_device_go_over_gloo(way: str) -> None:
+    """They are copied into host memory, from where gloo sends collectives and messages."""
+    size = distributed.get_world_size()
+    with sp.Mesh(None, sp=size) as mesh:
+        group = mesh["sp"]
+        group.transport = CARRIERS[way](group)
+        x, whole = torch.arange(5) + group.rank, torch.arange(5) + torch.arange(size)[:, None]
+        for algorithm in ("mpi", "ring"):
+            named: Any = {"comm": group, "algorithm": algorithm}
+            begun = sp.all_gather_start(x, **named), sp.all_reduce_start(x, **named)
+            assert torch.equal(begun[1].wait(), whole.sum(0))
+            assert torch.equal(begun[0].wait(), whole.view(-1))
+            assert torch.equal(sp.all_gather(x, **named), whole.view(-1))
 
 
 def program() -> Any:

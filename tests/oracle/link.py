@@ -19,7 +19,7 @@ from torch import Tensor
 from sp_core.errors import DeviceError
 from sp_core.programs import Operation
 from sp_core.transport.base import Bound, Handle, Messages, Transport
-from sp_core.transport.host import TAG, HostTransport
+from sp_core.transport.host import TAG
 
 
 class LinkModel:
@@ -49,7 +49,7 @@ class LinkModel:
         # the ranks check that they agree on this text
         return f"LinkModel(latency={self.latency}, rate={self.rate})"
 
-    def over(self, host: HostTransport) -> "LinkTransport":
+    def over(self, host: Transport) -> "LinkTransport":
         """Return a transport whose messages take this wire."""
         return LinkTransport(host, self)
 
@@ -75,7 +75,7 @@ class LinkTransport(Transport):
 
     name = "link"
 
-    def __init__(self, host: HostTransport, link: LinkModel) -> None:
+    def __init__(self, host: Transport, link: LinkModel) -> None:
         self._host, self._link = host, link
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> NoReturn:
