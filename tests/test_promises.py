@@ -50,8 +50,9 @@ def test_a_call_sends_what_its_docstring_says(
 ) -> None:
     axis = names[0]
     folder = comm.bcast(tempfile.mkdtemp(dir=tmp_path) if comm.rank == 0 else None)
-    with sp.Mesh(comm, check=check, **{axis: comm.size}) as mesh:
-        ROWS[names](Scene(mesh, axis, Path(folder)))
+    for transport in ("host", "window") if "fence" in names else ("auto",):
+        with sp.Mesh(comm, transport=transport, check=check, **{axis: comm.size}) as mesh:
+            ROWS[names](Scene(mesh, axis, Path(folder)))
 
 
 def test_every_function_that_communicates_has_a_row() -> None:
