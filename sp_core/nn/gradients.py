@@ -110,9 +110,8 @@ class Placement:
 
     def spread(self, part: Tensor, rank: int) -> Tensor:
         """Return a tensor like the whole parameter: the part of `rank`, and zeros elsewhere."""
-        return part.new_zeros(self.shape).index_copy_(
-            self.dim, _indices(self.held[rank], part), part
-        )
+        chosen = _indices(self.held[rank], part)
+        return part.new_zeros(self.shape).index_copy_(self.dim, chosen, part)
 
     def join(self, parts: Tensor) -> Tensor:
         """Return the whole parameter. `parts` are all ranks' parts, concatenated in rank order."""
@@ -127,8 +126,9 @@ class Placement:
         """
         lower = concatenated(sum(self.held[:rank], ()))
         first = torch.isin(concatenated(self.held[rank]), lower, invert=True) & (not self.copy)
-        chosen = first.nonzero().squeeze(1).to(part.device)
-        return part if first.all() else torch.atleast_1d(part).index_select(self.dim, chosen)
+        if first.all():  # the usual case; a copy of indices to a GPU would wait for it
+            return part
+        return torch.atleast_1d(part).index_select(self.dim, first.nonzero()[:, 0].to(part.device))
 
 
 def _indices(ranges: Sequence[range], like: Tensor) -> Tensor:
