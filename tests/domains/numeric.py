@@ -31,6 +31,7 @@ SHAPE: dict[str, Parts] = {
 POSITIONS: Parts = {
     "from 0": lambda c, v: range(v["x.seq_len"]),
     "far out": lambda c, v: range(10**6 - 7, 10**6 - 7 + v["x.seq_len"]),
+    "beyond int32": lambda c, v: range(2**33 - 7, 2**33 - 7 + v["x.seq_len"]),
     "a stride": lambda c, v: range(3, 3 + 5 * v["x.seq_len"], 5),
     "any list": lambda c, v: [c.randint(0, 10**6) for _ in range(v["x.seq_len"])],
     "int64": lambda c, v: torch.tensor(
@@ -332,8 +333,7 @@ SUBJECTS = [
                 "x.width": spans((2, 9), (1, 1), (0, 0), (65, 100)),
                 "p": values(0.3, 0.0, 0.999),
                 "seed.value": spans((0, 99), (2**31, 2**40), (2**62 - 9, 2**62 - 1)),
-                "positions": POSITIONS
-                | {"beyond int32": lambda c, v: range(2**33 - 7, 2**33 - 7 + v["x.seq_len"])},
+                "positions": POSITIONS,
                 "features": {
                     "all": lambda c, v: None,
                     "a part": lambda c, v: range(7, 7 + v["x.width"]),
