@@ -126,9 +126,9 @@ class Placement:
         """
         lower = concatenated(sum(self.held[:rank], ()))
         first = torch.isin(concatenated(self.held[rank]), lower, invert=True) & (not self.copy)
-        if first.all():  # the usual case; a copy of indices to a GPU would wait for it
-            return part
-        return torch.atleast_1d(part).index_select(self.dim, first.nonzero()[:, 0].to(part.device))
+        whole, chosen = torch.atleast_1d(part), first.nonzero()[:, 0]
+        # a copy to a GPU would wait for it, so there is none in the usual case
+        return part if first.all() else whole.index_select(self.dim, chosen.to(part.device))
 
 
 def _indices(ranges: Sequence[range], like: Tensor) -> Tensor:
