@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import sp_core as sp
-from sp_core.llama import Decoder, Llama, generate, prefill_unequal
+from sp_core.llama import Decoder, Llama, byte_tokenizer, generate, prefill_unequal
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.llama.train import backward
 from sp_core.scheduling import Assignment, Work, balanced
@@ -30,6 +30,13 @@ TEXTS = [[1, 2, 3], [4, 5]]
 
 def generated(prompts: list[list[int]], count: int) -> Any:
     return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
+
+
+@later
+def stopped(mesh: sp.Mesh, here: bool, *, tokenizer: Any = None, **pairs: Any) -> object:
+    """Generate with arguments of which each is a pair: of other ranks, and of the last rank."""
+    chosen = {name: pair[here] for name, pair in pairs.items()}
+    return generate(CASE.model(mesh), [[1]], max_tokens=1, tokenizer=tokenizer, **chosen)
 
 
 @later
@@ -147,15 +154,9 @@ EVERYWHERE: Table = {
         "stop strings without a tokenizer": (
             ValueError,
             "without a tokenizer",
-            lambda mesh, here: generate(
-                CASE.model(mesh), [[1]], max_tokens=1, stop_strings=["a"] if here else []
-            ),
+            stopped(stop_strings=([], ["a"])),
         ),
-        "an empty stop string": (
-            TypeError,
-            "none of them empty",
-            lambda mesh, here: generate(CASE.model(mesh), [[1]], max_tokens=1, stop_strings=[""]),
-        ),
+        "an empty stop string": (TypeError, "none of them empty", stopped(stop_strings=[[""]] * 2)),
         "a negative number of tokens": (ValueError, "max_tokens=-1", generated([[1]], -1)),
         "tokens without room": (
             sp.ShapeError,
@@ -269,6 +270,12 @@ ON_ONE_RANK: Table = {
             roomy([3, -1], others=[3, 1]),
         ),
         "more room than memory": (sp.RankError, "rank 1: ", vast),
+        "other stop tokens": (sp.CollectiveMismatch, "[2], [])", stopped(stop=([1], [2]))),
+        "other stop strings": (
+            sp.CollectiveMismatch,
+            "['b'])",
+            stopped(stop_strings=(["a"], ["b"]), tokenizer=byte_tokenizer()),
+        ),
         "another room": (sp.CollectiveMismatch, "Decoder([3, 2]", roomy([3, 2], others=[3, 1])),
         "a plan for other lengths": (
             sp.ShapeError,
