@@ -1,6 +1,7 @@
 """Test laws between the results of schemes. They need no reference."""
 
 from bisect import bisect
+from itertools import product
 from typing import Any
 
 import pytest
@@ -66,6 +67,15 @@ def test_a_rank_receives_a_head_once_unless_it_reads_heads_unequally_often(
     heads: int, kv_heads: int, received: tuple[tuple[int, ...], ...]
 ) -> None:
     assert split_heads(heads, kv_heads, len(received))[1] == received
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_rank_receives_the_heads_that_its_queries_read(size: int) -> None:
+    """Attention lets equally many query heads, one after the other, read each head received."""
+    for kv_heads, readers in product(range(1, 9), range(1, 9)):
+        for mine, received in zip(*split_heads(kv_heads * readers, kv_heads, size), strict=True):
+            found = [head for head in received for _ in range(len(mine) // len(received))]
+            assert found == [head // readers for head in mine], (kv_heads, readers)
 
 
 @spmd(2)
