@@ -300,3 +300,13 @@ def test_a_signal_waits_until_a_launch_has_begun_or_its_ranks_are_ended(
     made.end.assert_called_once_with()
     assert "test under way: test_x.py::y" in capsys.readouterr().err
     assert 'error message="the launch was interrupted"' in (tmp_path / "junit.xml").read_text()
+
+
+def test_of_the_signals_that_were_held_back_the_first_is_handled() -> None:
+    came = list[int]()
+    with signals.handled((signal.SIGINT, signal.SIGTERM), lambda number, _: came.append(number)):
+        with signals.signals_held_back():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+            assert came == []
+        assert came == [signal.SIGTERM]

@@ -358,7 +358,7 @@ def test_indented_text_after_c_is_read_as_by_python(
 ) -> None:
     monkeypatch.setattr(sys, "version_info", version)
     with nullcontext() if version >= (3, 14) else pytest.raises(IndentationError):
-        watch.run_program(["-c", "\n  import sys\n  if sys:\n    x = 1\n"])
+        watch.run_program(["-c", "\n  import sys\n  if sys:\n    x = 1\n", "else:"])
 
 
 @pytest.mark.parametrize("listens", [True, False])
