@@ -371,6 +371,7 @@ MORE = {
     "yarn, not rounded because of a null": YARN | {"truncate": None},
     "yarn, shorter": YARN | {"factor": 0.25},
     "yarn, no pair between": YARN | {"original_max_position_embeddings": 7},
+    "yarn, beyond the last pair": YARN | {"original_max_position_embeddings": 1 << 20},
     "yarn, the first pair": YARN | {"original_max_position_embeddings": 2 * math.pi},
 }
 TABLE = {name: x for name, x in SCALINGS.items() if x and "rope_type" in x and len(x) > 1} | MORE
