@@ -90,6 +90,7 @@ LETTERS = "-bBdEiIOPqRsSuv"
             (f"/opt/python3.11 {flags} -m a -c", f"/opt/python3.11 {flags} WATCH -m a -c")
             for flags in ("-u -X dev -W error", "-uX dev", "-Werror -i", "-iuXdev -Wm", LETTERS)
         ),
+        ("python -Werror a.py b", "PYTHON -Werror WATCH a.py b"),
         ("python3 -c pass", "PYTHON WATCH -c pass"),
         ("python3.14t -c pass", "python3.14t WATCH -c pass"),
         ("python -cpass -um", "PYTHON WATCH -c pass -um"),
