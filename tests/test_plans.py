@@ -18,7 +18,7 @@ import sp_core as sp
 from sp_core import measuring
 from sp_core.collectives import maps
 from sp_core.collectives.execution import BoundProgram, Running
-from sp_core.programs import ALGORITHMS, SCHEDULED, WIDE_BLOCK, operation
+from sp_core.programs import ALGORITHMS, SCHEDULED, SLOTS, WIDE_BLOCK, operation
 from sp_core.scratch import Scratch
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import Window, base
@@ -363,3 +363,14 @@ def test_a_plan_takes_new_values_in_the_memory_that_its_input_has(
         assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * mesh.size))
         x.data = x.data
         assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * mesh.size))
+
+
+@spmd(3)
+@meshed(transport="window")
+def test_a_plan_whose_first_runs_were_in_inference_mode_runs_outside_of_it(mesh: sp.Mesh) -> None:
+    """It sums in float32, in memory that torch would let no later run change."""
+    x = torch.ones(5, dtype=torch.bfloat16)
+    plan = sp.plan("all_reduce", x, comm=mesh["sp"], algorithm="window")
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            assert [plan.run().tolist() for _ in range(SLOTS)] == [[3.0] * 5] * SLOTS

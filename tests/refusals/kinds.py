@@ -118,6 +118,12 @@ LEARNING: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
         comm=comm_of(mesh),
         sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size),
     ),
+    "ring_attention with sinks, of a query that learns": lambda x, mesh: sp.ring_attention(
+        *[torch.ones(1, 2, 2, 4, requires_grad=True)] * 3,
+        comm=comm_of(mesh),
+        sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size),
+        sinks=x[0, 0, :, 0],
+    ),
 }
 """Functions of such a tensor and of others that require a gradient."""
 FORWARDS = USES | IN_PLACE
@@ -366,6 +372,7 @@ ON_ONE_RANK: Table = {
             for name, made in (
                 ("a collective", call("all_reduce", torch.ones(2, requires_grad=True))),
                 ("a scheme", scheme(sp.ring_attention, learns=True)),
+                ("copies", call("copy_all_to_group", [torch.ones(2, requires_grad=True)])),
             )
         },
         "a tensor that does not learn": (

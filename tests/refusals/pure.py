@@ -218,6 +218,11 @@ ROWS: list[Row] = [
         "kv_documents end at 8, needed kv_seq_len = 9",
         partial(DOCUMENTS.check_lengths, 8, 9),
     ),
+    (
+        sp.ShapeError,
+        "kv_documents end at 8, needed kv_seq_len = 0",
+        partial(DOCUMENTS.check_lengths, 8, 0),
+    ),
     *(
         (sp.ShapeError, "positions", call)
         for outside in ([8], [-1], [0, 8], [-1, 0], [*range(20, -1, -1)])
