@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from sp_core.errors import CheckpointError
 from sp_core.llama import byte_tokenizer
+from sp_core.llama.generate import _ends
 from sp_core.llama.text import Stream, chat_prompt, read_stop_strings, read_tokenizer
 
 pytestmark = pytest.mark.mpi_skip
@@ -239,3 +240,10 @@ def test_a_prompt_is_neither_cut_nor_padded(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
     assert read_tokenizer(folder).encode("abc").ids == [*b"abc"]
+
+
+def test_a_stop_string_may_have_any_length() -> None:
+    tokens = [*b"stop " * 1000]
+    for count in (5000, 4999):
+        ends = _ends(tokens[:count], (), ["stop " * 1000], byte_tokenizer())
+        assert ends == (count == 5000)
