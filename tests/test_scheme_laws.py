@@ -78,6 +78,18 @@ def test_a_rank_receives_the_heads_that_its_queries_read(size: int) -> None:
             assert found == [head // readers for head in mine], (kv_heads, readers)
 
 
+@EVERY_SCHEME
+@spmd(2)
+def test_keys_of_inference_mode_are_taken_where_nothing_learns(comm: Any, name: str) -> None:
+    q, kv = (
+        torch.ones(1, 2, 2, 4, requires_grad=True),
+        torch.inference_mode()(torch.ones)(1, 2, 2, 4),
+    )
+    with sp.Mesh(comm, sp=2) as mesh, torch.no_grad():
+        out = on(mesh, name)(q, kv, kv, sharding=sp.Sharding.contiguous(4, 2))
+    assert torch.equal(out, q)
+
+
 @spmd(2)
 def test_ulysses_exchanges_what_is_asked_for_at_once(comm: Any) -> None:
     with sp.Mesh(comm, sp=2) as mesh:

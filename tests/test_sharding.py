@@ -2,7 +2,7 @@
 
 import pickle
 from functools import cache
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,23 @@ def test_a_last_chunk_that_is_short_and_heavy_is_dealt_last() -> None:
     assert sorted(Sharding.balanced(11, 2, Mask(causal=True), chunk=4).lengths) == [4, 7]
     alone = Sharding.balanced(11, 1, Mask(causal=True), chunk=1)
     assert alone.segments == ((range(11),),)  # adjacent chunks are joined
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("chunk", [3, 5, 8])
+def test_the_work_of_ranks_differs_as_that_of_two_chunks_of_one_round(
+    size: int, chunk: int
+) -> None:
+    for seq_len in range(size, 12 * size):
+        costs = [
+            sum(range(start + 1, min(start + chunk, seq_len) + 1))
+            for start in range(0, seq_len, chunk)
+        ]
+        hands, _ = deal_chunks(torch.arange(1, seq_len + 1).cumsum(0), size, chunk)
+        dealt = [[costs[number] for number in hand] for hand in hands]
+        work = [*map(sum, dealt)]
+        rounds = zip_longest(*dealt, fillvalue=0)
+        assert max(work) - min(work) <= max(max(costs) - min(costs) for costs in rounds), seq_len
 
 
 @pytest.mark.parametrize("bounds", [(0, 3000, 4096), (0, 700, 800, 2000, 2050, 4096)])
