@@ -353,6 +353,18 @@ def test_a_trial_gathers_from_all_ranks_and_looks_at_the_numbers(
     assert run_threads(2, body) == [None if wrong else why] * 2
 
 
+@pytest.mark.parametrize(
+    ("others", "status"), [("DeviceError: no GPU", "note"), ("OSError: torn", "broken")]
+)
+def test_a_transport_that_fails_on_one_rank_is_broken(
+    others: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If all ranks say that their device has no such transport, that is no fault."""
+    monkeypatch.setattr(doctor, "_gather", Mock(side_effect=DeviceError("no GPU")))
+    world: Any = SimpleNamespace(allgather=lambda mine: [mine, others])
+    assert doctor._try(world, "cuda", "ipc").status == status
+
+
 def test_a_trial_runs_on_the_gpus_that_a_mesh_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Mock(side_effect=DeviceError)
     monkeypatch.setattr(doctor, "_mesh", made)

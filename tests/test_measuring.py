@@ -165,6 +165,7 @@ def test_a_disk_that_fills_meanwhile_is_an_error_on_every_rank(
 ) -> None:
     few = partial(measuring.measure, seconds=0.0, sizes=(64, 256))
     substitute(measuring, measure=few, save=Mock(side_effect=OSError("no room")))
+    monkeypatch.setenv("SP_TUNING", str(tmp_path / "damaged.json"))  # it is not read
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path / "new"))
     with pytest.raises(FileError, match=r"\(no room\).*Set SP_TUNING_DIR"):
         measuring.keep(comm)

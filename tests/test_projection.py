@@ -216,11 +216,12 @@ def test_a_plan_takes_the_constants_that_the_environment_names(
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
     monkeypatch.setattr(projection, "main", planned := Mock())
     curve, machine = Curve(((1, 1e-6),)), {"host": node_name()}
-    paths = default_path({}), tmp_path / "mine.json"
+    paths = default_path(machine), tmp_path / "mine.json"
     for path in paths:
         save(Tuning(machine, (0, paths.index(path)), {"node": curve}, curve, curve), path)
     line = ["plan", *SHORT, "--link", "8gbit,1ms"]
-    for choice, nodes in (("auto", (0, 0)), ("off", None), (str(paths[1]), (0, 1))):
+    choices = ("", (0, 0)), ("auto", (0, 0)), ("off", None), (str(paths[1]), (0, 1))
+    for choice, nodes in choices:
         monkeypatch.setenv("SP_TUNING", choice)
         assert main(line) == 0
         tuning = planned.call_args.args[1]
