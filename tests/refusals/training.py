@@ -39,10 +39,12 @@ def learned(call: Use, mesh: sp.Mesh, here: bool) -> object:
         assert model.norm.weight.grad is before
 
 
-def held(mesh: sp.Mesh, ranks: tuple[tuple[range, ...], ...]) -> None:
-    """Sum the gradients of a weight of which each tensor rank holds some of 4 rows."""
-    weight = place(nn.Parameter(torch.ones(2, 2)), Placement((4, 2), 0, ranks))
-    reduce_gradients([weight], data=mesh["ring"], tensor=mesh["ulysses"])
+@later
+def held(dim: int, ranks: tuple[tuple[range, ...], ...], mesh: sp.Mesh, here: bool) -> None:
+    """Sum the gradients of a weight of which tensor ranks hold rows, the last rank others."""
+    placement = Placement((4, 4), dim, ranks) if here else Placement((4, 4), 0, ROWS)
+    weight = nn.Parameter(torch.ones(placement.local_shape(mesh["ulysses"].rank)))
+    reduce_gradients([place(weight, placement)], data=mesh["ring"], tensor=mesh["ulysses"])
 
 
 def lost(mesh: sp.Mesh, here: bool, head: Tensor | None = None) -> Tensor:
@@ -376,11 +378,13 @@ ON_ONE_RANK: Table = {
         ),
     },
     "ring ulysses": {
-        "gradients of other rows": (
-            sp.CollectiveMismatch,
-            "(range(0, 1), range(3, 4))",
-            lambda mesh, here: held(mesh, OTHER_ROWS if here else ROWS),
-        ),
+        **{
+            f"gradients of {what}": (sp.CollectiveMismatch, text, held(*told))
+            for what, text, told in (
+                ("other rows", "(range(0, 1), range(3, 4))", (0, OTHER_ROWS)),
+                ("columns in place of rows", "(4, 4) along dim 1", (1, ROWS)),
+            )
+        },
         **{
             f"a loss without the gradient of {what}": (
                 sp.CollectiveMismatch,
@@ -389,11 +393,7 @@ ON_ONE_RANK: Table = {
             )
             for what, head in (("logits", None), ("a head", torch.ones(2, 2, requires_grad=True)))
         },
-        "a loss under autocast on one rank": (
-            sp.CollectiveMismatch,
-            "autocast=torch.bfloat16",
-            lowered(lost),
-        ),
+        "a loss under autocast": (sp.CollectiveMismatch, "autocast=torch.bfloat16", lowered(lost)),
     },
 }
 """Calls that are wrong on the last rank only."""
