@@ -356,7 +356,7 @@ def test_a_trial_gathers_from_all_ranks_and_looks_at_the_numbers(
 @pytest.mark.parametrize(
     ("others", "status"), [("DeviceError: no GPU", "note"), ("OSError: torn", "broken")]
 )
-def test_a_transport_that_fails_on_one_rank_is_broken(
+def test_a_transport_is_broken_if_it_fails_in_another_way_on_one_rank(
     others: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If all ranks say that their device has no such transport, that is no fault."""

@@ -50,7 +50,7 @@ def carried(mesh: sp.Mesh, way: str, *, split: bool) -> list[sp.Communicator]:
     for group in groups:
         if way.endswith("window"):
             use_window(group, on_device=way == "device window")
-        elif way in ("staged", "pipelined") or hasattr(group._comm, "Allgatherv"):  # else gloo
+        elif way in ("staged", "pipelined") or hasattr(group._comm, "Allgatherv"):  # others: MPI
             group.transport = CARRIERS[way](group)
     return groups
 
