@@ -383,7 +383,7 @@ def _agree_in_turn(
 def _listed(parameters: Placed) -> str:
     """Return a text that must match on all ranks: numbers, placements and dtypes of gradients."""
     return ", ".join(
-        f"number {number} {placement.shape} along dim {placement.dim}, {dtype} {placement.held}"
+        f"number {number} {placement.shape} {dtype} {placement.held} along dim {placement.dim}"
         f"{' partial' * placement.partial}"
         for number, (x, placement) in parameters.items()
         for dtype in ((x.grad_dtype or x.dtype) if x.grad is None else x.grad.dtype,)
