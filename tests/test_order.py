@@ -15,7 +15,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from hypothesis import strategies as st
-from kit.carriers import CARRIERS
+from kit.carriers import CARRIERS, OVER_GLOO
 from kit.case_leaving import loss_of_attention
 from kit.meshed import meshed
 from oracle.collective_cases import DEFINITIONS, Case, cases
@@ -50,7 +50,7 @@ def carried(mesh: sp.Mesh, way: str, *, split: bool) -> list[sp.Communicator]:
     for group in groups:
         if way.endswith("window"):
             use_window(group, on_device=way == "device window")
-        elif way in ("staged", "pipelined") or hasattr(group._comm, "Allgatherv"):  # others: MPI
+        elif way in OVER_GLOO or hasattr(group._comm, "Allgatherv"):
             group.transport = CARRIERS[way](group)
     return groups
 

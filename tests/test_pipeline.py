@@ -69,6 +69,9 @@ def test_costs_are_added_without_rounding_in_any_unit(cost: Any) -> None:
     assert timeline(gpipe(1, 40), lambda *_: cost).end == pytest.approx(80 * float(cost))
     length: Any = np.int32(100_000)
     assert Work(cost, cost).of(length) == pytest.approx(5_000_150_000 * float(cost))
+
+
+def test_the_operations_of_a_long_sequence_are_counted_without_rounding() -> None:
     assert Work(0, 1).of(3**20) == 3**20 * (3**20 + 1) // 2
 
 

@@ -368,7 +368,7 @@ def test_a_plan_takes_new_values_in_the_memory_that_its_input_has(
 @spmd(3)
 @meshed(transport="window")
 def test_a_plan_whose_first_runs_were_in_inference_mode_runs_outside_of_it(mesh: sp.Mesh) -> None:
-    """It sums in float32, in memory that torch would let no later run change."""
+    """Sums are made in float32 scratch memory. Torch forbids later writes to inference tensors."""
     x = torch.ones(5, dtype=torch.bfloat16)
     plan = sp.plan("all_reduce", x, comm=mesh["sp"], algorithm="window")
     for mode in (True, False):

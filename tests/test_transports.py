@@ -15,6 +15,7 @@ from unittest.mock import MagicMock, Mock, call
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.carriers import host_transport
 from kit.meshed import meshed
 from oracle.attention_check import check_attention
 from oracle.collective_cases import Case, cases
@@ -150,9 +151,7 @@ STAGED_OPS = ["all_gather", "reduce_scatter", "all_reduce", "shift", "broadcast"
 def pipelined(
     comm: sp.Communicator, streams: DelayedStreams, chunk_bytes: int
 ) -> PipelinedTransport:
-    return PipelinedTransport(
-        HostTransport(comm._comm), streams, comm.size, chunk_bytes=chunk_bytes
-    )
+    return PipelinedTransport(host_transport(comm), streams, comm.size, chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["pipelined", "window"])
@@ -215,7 +214,7 @@ def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(op: str, size: int, pie
     @meshed()
     def body(mesh: sp.Mesh) -> None:
         group = mesh["sp"]
-        group.transport = PipelinedTransport(HostTransport(group._comm), Counted(), mesh.size)
+        group.transport = PipelinedTransport(host_transport(group), Counted(), mesh.size)
         x = torch.ones(2 * piece, dtype=torch.uint8)
         getattr(sp, op)(x, comm=group, algorithm="mpi")
 

@@ -97,7 +97,7 @@ class HostTransport(Transport):
         return Transfer([call().Test], call, partial(in_turn, *after))
 
     def start_early(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin as `start`, after telling the observer that other ranks may first wait."""
+        """Tell the observer that other ranks may begin this collective later, then `start`."""
         self._observer.announce_early()
         return self.start(operation, send, recv)
 

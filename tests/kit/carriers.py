@@ -92,21 +92,21 @@ def narrow_transport(raw: Any, most: int) -> HostTransport:
     return HostTransport(narrow, max_count=most)
 
 
-def host(comm: sp.Communicator) -> Transport:
-    """Return the transport of host memory that others wrap, over mpi4py or over gloo."""
+def host_transport(comm: sp.Communicator) -> Transport:
+    """Return a transport of tensors in host memory, over mpi4py or over gloo."""
     return make_transport("host", comm._comm, torch.device("cpu"), comm.poll)
 
 
 def carriers(part: int = 3) -> dict[str, Callable[[sp.Communicator], Any]]:
     """Return the transports by name; some cut messages into parts of about `part` elements."""
     return {
-        "host": host,
+        "host": host_transport,
         "host in parts": lambda comm: narrow_transport(comm._comm, part),
-        "staged": lambda comm: StagedTransport(host(comm), comm.device),
+        "staged": lambda comm: StagedTransport(host_transport(comm), comm.device),
         "late sends": lambda comm: LateSends(comm._comm),
-        "link": lambda comm: LinkModel(2e-5, 1e8).over(host(comm)),
+        "link": lambda comm: LinkModel(2e-5, 1e8).over(host_transport(comm)),
         "pipelined": lambda comm: PipelinedTransport(
-            host(comm),
+            host_transport(comm),
             DelayedStreams(*ANY[comm.rank % len(ANY) :]),
             comm.size,
             chunk_bytes=part * 21 + 1,
@@ -115,3 +115,5 @@ def carriers(part: int = 3) -> dict[str, Callable[[sp.Communicator], Any]]:
 
 
 CARRIERS = carriers()
+OVER_GLOO = ("host", "staged", "pipelined")
+"""Carriers that work over gloo, too. The others need the collectives of MPI."""

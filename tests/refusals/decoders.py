@@ -34,7 +34,7 @@ def generated(prompts: list[list[int]], count: int) -> Any:
 
 @later
 def stopped(mesh: sp.Mesh, here: bool, *, tokenizer: Any = None, **pairs: Any) -> object:
-    """Generate with arguments of which each is a pair: of other ranks, and of the last rank."""
+    """Generate with one of two values for each argument: the second one on the last rank."""
     chosen = {name: pair[here] for name, pair in pairs.items()}
     return generate(CASE.model(mesh), [[1]], max_tokens=1, tokenizer=tokenizer, **chosen)
 

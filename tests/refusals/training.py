@@ -41,7 +41,7 @@ def learned(call: Use, mesh: sp.Mesh, here: bool) -> object:
 
 @later
 def held(dim: int, ranks: tuple[tuple[range, ...], ...], mesh: sp.Mesh, here: bool) -> None:
-    """Sum the gradients of a weight of which tensor ranks hold rows, the last rank others."""
+    """Sum the gradients of a weight; the last rank says that ranks hold other rows or columns."""
     placement = Placement((4, 4), dim, ranks) if here else Placement((4, 4), 0, ROWS)
     weight = nn.Parameter(torch.ones(placement.local_shape(mesh["ulysses"].rank)))
     reduce_gradients([place(weight, placement)], data=mesh["ring"], tensor=mesh["ulysses"])
